@@ -1,0 +1,31 @@
+// Where and how a call runs. A context holds no resources; it is cheap to copy.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "fastweight/tensor.h"
+
+namespace fastweight {
+
+// Where scratch memory comes from. `allocate` returns at least `bytes` bytes aligned to 64 on the context's device, or
+// null. Each call takes what it needs before it starts and gives all of it back before it returns (on CUDA: in stream
+// order). The default is the host's heap.
+struct WorkspaceSource {
+  void* (*allocate)(void* user, size_t bytes) = nullptr;
+  void (*release)(void* user, void* pointer, size_t bytes) = nullptr;
+  void* user = nullptr;
+};
+
+struct Context {
+  Device device{};
+  void* stream = nullptr;  // CUDA: the cudaStream_t to run on
+  int num_threads = 0;     // CPU: 0 takes every core of the process
+  WorkspaceSource workspace{};
+  std::string implementation;                           // run this one or fail; empty: choose
+  bool verbose = false;                                 // one line per call: what ran, why others did not
+  void (*log)(void* user, const char* line) = nullptr;  // receives the verbose lines; null: stderr
+  void* log_user = nullptr;
+};
+
+}  // namespace fastweight

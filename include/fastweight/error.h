@@ -1,0 +1,27 @@
+// The one exception type of the library.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace fastweight {
+
+enum class ErrorCode : int32_t {
+  kInvalidArgument = 1,  // an argument is malformed; the message names it, what was expected and what was found
+  kUnsupported = 2,      // valid, but no implementation takes it; the message lists each one's reason
+  kOutOfMemory = 3,      // the workspace could not be had
+  kDevice = 4,           // the device or its driver failed
+};
+
+// Thrown by every public function before anything is written.
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
+  ErrorCode code() const noexcept { return code_; }
+
+ private:
+  ErrorCode code_;
+};
+
+}  // namespace fastweight

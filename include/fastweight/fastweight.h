@@ -1,0 +1,8 @@
+// Everything that is public.
+#pragma once
+
+#include "fastweight/context.h"
+#include "fastweight/delta_rule.h"
+#include "fastweight/error.h"
+#include "fastweight/info.h"
+#include "fastweight/tensor.h"

@@ -1,0 +1,16 @@
+// What the CPU backend offers to `ops` for the delta-rule family, most special first. The last entry, the reference,
+// takes every valid problem.
+#pragma once
+
+#include <span>
+
+#include "ops/delta_rule_problem.h"
+#include "ops/implementation.h"
+
+namespace fastweight::cpu {
+
+std::span<const Implementation<DeltaRuleForwardProblem>> delta_rule_forward_list();
+std::span<const Implementation<DeltaRuleBackwardProblem>> delta_rule_backward_list();
+std::span<const Implementation<DeltaRuleStepProblem>> delta_rule_step_list();
+
+}  // namespace fastweight::cpu

@@ -1,0 +1,27 @@
+// Reads the golden cases: safetensors files with fp32 inputs `in.*` and fp64 answers `out.*`.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "support/delta_rule_case.h"
+#include "support/tensor.h"
+
+namespace fastweight::support {
+
+struct SafeTensors {
+  std::map<std::string, std::string> metadata;
+  std::map<std::string, Tensor> tensors;
+};
+SafeTensors read_safetensors(const std::string& path);  // throws std::runtime_error that names the file
+
+struct GoldenCase {
+  DeltaRuleCase problem;      // fp32 inputs
+  DeltaRuleResults expected;  // fp64 answers
+};
+
+// Every delta-rule-family case in the folder (delta_rule_*, gdn_*, kda_*), by name.
+std::vector<GoldenCase> load_delta_rule_golden(const std::string& folder);
+
+}  // namespace fastweight::support
