@@ -1,0 +1,459 @@
+// Blocks of 16 tokens of one head, read from the caller's tensors and made ready for the kernels. Re-included once per
+// instruction set.
+//
+// Decays are never taken as differences of cumulative log gates: inside a block every factor exp(gamma_i - gamma_j) is a
+// product of the factors exp(g_m), j < m <= i, none of which exceeds 1 for g <= 0. Nothing overflows for any gate, a gate
+// of -1000 is a factor 0, and the relative error is a few roundings instead of |gamma| * 2^-24.
+#if defined(FW_CPU_DELTA_RULE_BLOCK_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FW_CPU_DELTA_RULE_BLOCK_INL_H_
+#undef FW_CPU_DELTA_RULE_BLOCK_INL_H_
+#else
+#define FW_CPU_DELTA_RULE_BLOCK_INL_H_
+#endif
+
+#include <cmath>
+#include <cstring>
+
+#include "cpu/element.h"
+#include "cpu/simd/math-inl.h"
+#include "cpu/simd/matmul-inl.h"
+#include "cpu/simd/rows-inl.h"
+#include "ops/delta_rule_problem.h"
+#include "ops/sequences.h"
+#include "ops/workspace.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fastweight::cpu::HWY_NAMESPACE {
+
+inline constexpr int64_t kBlock = 16;
+inline constexpr int64_t kTokenVecs = kBlock / kLanes;
+inline constexpr float kL2Epsilon = 1e-6f;
+
+// Row i of the identity at kIdentity + 16 i.
+struct Identity {
+  alignas(64) float rows[kBlock * kBlock] = {};
+  constexpr Identity() {
+    for (int64_t i = 0; i < kBlock; ++i) rows[i * kBlock + i] = 1;
+  }
+};
+inline constexpr Identity kIdentity;
+
+// One value head of one sequence.
+struct Head {
+  const DeltaRuleInputs* in;
+  const DeltaRuleOptions* options;
+  int64_t batch, begin, length;  // the sequence's tokens
+  int64_t key_head, value_head;
+  int64_t K, V;
+  float a = 1;           // exp(A_log)
+  float* bias = nullptr;  // dt_bias, one per channel or 16 copies of the head's; null: 0
+
+  int64_t padded_k() const { return round_up(K, kRowMultiple); }
+};
+
+// Where element (batch, token, head) of a [B, T, heads, ..] tensor begins.
+HWY_INLINE char* row_of(const TensorView& x, int64_t batch, int64_t token, int64_t head) {
+  const int64_t offset = batch * x.strides[0] + token * x.strides[1] + head * x.strides[2];
+  return static_cast<char*>(x.data) + offset * dtype_size(x.dtype);
+}
+
+// The gate parameters of a head; `bias_buffer` holds max(padded_k, 16) floats.
+HWY_INLINE Head make_head(const DeltaRuleInputs& in, const DeltaRuleOptions& options, const DeltaRuleSizes& sizes,
+                          const Sequence& sequence, int64_t value_head, float* bias_buffer) {
+  Head head{&in,
+            &options,
+            sequence.batch,
+            sequence.begin,
+            sequence.length,
+            value_head / sizes.group,
+            value_head,
+            sizes.head_dim_k,
+            sizes.head_dim_v};
+  if (options.gate_in_kernel && in.a_log.present()) {
+    head.a = std::exp(static_cast<float>(load_element(in.a_log, value_head)));
+  }
+  if (options.gate_in_kernel && in.dt_bias.present()) {
+    head.bias = bias_buffer;
+    const bool per_channel = options.gate == Gate::kPerChannel;
+    const int64_t count = per_channel ? head.padded_k() : kBlock;
+    for (int64_t d = 0; d < count; ++d) {
+      const bool padding = per_channel && d >= head.K;
+      const int64_t index = per_channel ? value_head * head.K + d : value_head;
+      bias_buffer[d] = padding ? 0.0f : static_cast<float>(load_element(in.dt_bias, index));
+    }
+  }
+  return head;
+}
+
+// Raw gate values to log decays, 0 <= i < count (a multiple of kLanes).
+HWY_INLINE void gate_activation(const Head& head, float* x, int64_t count) {
+  const Vec a = broadcast(head.a);
+  const bool bounded = std::isfinite(head.options->lower_bound);
+  const Vec bound = broadcast(bounded ? static_cast<float>(head.options->lower_bound) : 0.0f);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Vec z = head.bias == nullptr ? load(x + i) : hn::Add(load(x + i), load(head.bias + i));
+    const Vec g = bounded ? hn::Mul(bound, sigmoid(hn::Mul(a, z))) : hn::Neg(hn::Mul(a, softplus(z)));
+    store(g, x + i);
+  }
+}
+
+// n <= 16 tokens of one head. Rows n .. 15 are neutral: q = k = v = beta = 0 and decay 1.
+struct Block {
+  int64_t n;
+  int64_t ld;   // padded K, the row length of every [.., K] array
+  float* k;     // [32][ld]: 16 rows of k, then 16 of q (normalised if the option is set)
+  float* decay;  // exp(g): [16][ld] per channel, else [16]
+  float beta[kBlock];
+  float rstd_k[kBlock], rstd_q[kBlock];  // of the l2 norms
+
+  // Chunk form. The factors that turn tokens into reads and writes of the block's start and end state: per channel they
+  // are in the rows, else in the scales.
+  float* read;                // [32][ld]: k_i exp(gamma_i), then q_i exp(gamma_i)
+  float* write;               // [16][ld]: k_i exp(gamma_n - gamma_i)
+  float read_scale[kBlock];   // exp(gamma_i), or 1 per channel
+  float write_scale[kBlock];  // exp(gamma_n - gamma_i), or 1 per channel
+  float* total;               // exp(gamma_n): [ld] per channel, else [1]
+  int64_t total_stride;       // 1 per channel, else 0
+  float* pairs;               // [32][16]: A (strictly lower), then P (lower)
+  float* lambda;              // [16][16] exp(gamma_i - gamma_j), i >= j; not per channel
+  float* key_columns;         // scratch [ld][16]
+  float* read_factor;         // per channel [16][ld]: exp(gamma_i)
+  float* write_factor;        // per channel [16][ld]: exp(gamma_n - gamma_i)
+
+  void carve(Carver& carver, Gate gate, int64_t padded_k) {
+    const bool per_channel = gate == Gate::kPerChannel;
+    ld = padded_k;
+    k = carver.take<float>(2 * kBlock * ld);
+    decay = carver.take<float>(per_channel ? kBlock * ld : kBlock);
+    read = per_channel ? carver.take<float>(2 * kBlock * ld) : k;
+    write = per_channel ? carver.take<float>(kBlock * ld) : k;
+    total = carver.take<float>(per_channel ? ld : 1);
+    total_stride = per_channel ? 1 : 0;
+    pairs = carver.take<float>(2 * kBlock * kBlock);
+    lambda = per_channel ? nullptr : carver.take<float>(kBlock * kBlock);
+    key_columns = carver.take<float>(ld * kBlock);
+    read_factor = per_channel ? carver.take<float>(kBlock * ld) : nullptr;
+    write_factor = per_channel ? carver.take<float>(kBlock * ld) : nullptr;
+  }
+  const float* q() const { return k + kBlock * ld; }
+  const float* A() const { return pairs; }
+  const float* P() const { return pairs + kBlock * kBlock; }
+};
+
+// rows x = x / sqrt(sum x^2 + eps)
+HWY_INLINE void normalise_rows(float* x, int64_t ld, int64_t n, float* rstd) {
+  for (int64_t i = 0; i < n; ++i) {
+    float* row = x + i * ld;
+    Vec sum = zero();
+    for (int64_t d = 0; d < ld; d += kLanes) sum = fma(load(row + d), load(row + d), sum);
+    rstd[i] = 1.0f / std::sqrt(sum_of_lanes(sum) + kL2Epsilon);
+    const Vec r = broadcast(rstd[i]);
+    for (int64_t d = 0; d < ld; d += kLanes) store(hn::Mul(load(row + d), r), row + d);
+  }
+}
+
+// 16 rows of width `padded` from row t of a [B, T, heads, width] tensor, zero beyond n.
+HWY_INLINE void load_rows(const TensorView& x, int64_t batch, int64_t token, int64_t head, int64_t n, int64_t first,
+                          int64_t width, float* dst, int64_t padded) {
+  const char* src = row_of(x, batch, token, head) + first * x.strides[3] * dtype_size(x.dtype);
+  const int64_t step = x.strides[1] * dtype_size(x.dtype);
+  for (int64_t i = 0; i < n; ++i) load_row(src + i * step, x.dtype, x.strides[3], width, dst + i * padded, padded);
+  std::memset(dst + n * padded, 0, static_cast<size_t>((kBlock - n) * padded) * sizeof(float));
+}
+
+HWY_INLINE void store_rows(const float* src, int64_t ld, const TensorView& x, int64_t batch, int64_t token,
+                           int64_t head, int64_t n, int64_t first, int64_t width) {
+  char* dst = row_of(x, batch, token, head) + first * x.strides[3] * dtype_size(x.dtype);
+  const int64_t step = x.strides[1] * dtype_size(x.dtype);
+  for (int64_t i = 0; i < n; ++i) store_row(src + i * ld, dst + i * step, x.dtype, x.strides[3], width);
+}
+
+// Logits to beta where the option asks for it, 0 <= i < count (a multiple of kLanes).
+HWY_INLINE void beta_activation(const DeltaRuleOptions& options, float* x, int64_t count) {
+  if (!options.beta_sigmoid) return;
+  const Vec c = broadcast(options.allow_neg_eigval ? 2.0f : 1.0f);
+  for (int64_t i = 0; i < count; i += kLanes) store(hn::Mul(c, sigmoid(load(x + i))), x + i);
+}
+
+// beta_i of n tokens; 1 when there is none or one per value channel (load_beta_rows).
+HWY_INLINE void load_beta(const Head& head, int64_t token, int64_t n, float* beta) {
+  const TensorView& x = head.in->beta;
+  alignas(64) float row[kBlock];
+  if (x.rank == 3) {
+    load_row(row_of(x, head.batch, token, head.value_head), x.dtype, x.strides[1], n, row, kBlock);
+    beta_activation(*head.options, row, kBlock);
+  } else {
+    for (float& b : row) b = 1;
+  }
+  for (int64_t i = 0; i < kBlock; ++i) beta[i] = i < n ? row[i] : 0.0f;
+}
+
+// One beta per value channel, [16][padded]; false when the problem has none such.
+HWY_INLINE bool load_beta_rows(const Head& head, int64_t token, int64_t n, int64_t first, int64_t width, float* beta,
+                               int64_t padded) {
+  if (head.in->beta.rank != 4) return false;
+  load_rows(head.in->beta, head.batch, token, head.value_head, n, first, width, beta, padded);
+  beta_activation(*head.options, beta, n * padded);
+  return true;
+}
+
+// The factors exp(g_i) of n tokens.
+HWY_INLINE void load_decay(const Head& head, int64_t token, int64_t n, Block& block) {
+  const TensorView& g = head.in->g;
+  const bool per_channel = head.options->gate == Gate::kPerChannel;
+  const int64_t rows = per_channel ? n : 1;
+  const int64_t width = per_channel ? block.ld : kBlock;
+  for (int64_t i = 0; i < rows && head.options->gate != Gate::kNone; ++i) {
+    float* row = block.decay + i * width;
+    load_row(row_of(g, head.batch, token + i, head.value_head), g.dtype, per_channel ? g.strides[3] : g.strides[1],
+             per_channel ? head.K : n, row, width);
+    if (head.options->gate_in_kernel) gate_activation(head, row, width);
+    for (int64_t d = 0; d < width; d += kLanes) store(exp(load(row + d)), row + d);
+  }
+  if (per_channel) {
+    for (int64_t i = n * block.ld; i < kBlock * block.ld; ++i) block.decay[i] = 1;
+  } else {
+    const int64_t first_neutral = head.options->gate == Gate::kNone ? 0 : n;
+    for (int64_t i = first_neutral; i < kBlock; ++i) block.decay[i] = 1;
+  }
+}
+
+// Tokens [token, token + n) of the head's batch row: q, k, beta and the decays.
+HWY_INLINE void load_block(const Head& head, int64_t token, int64_t n, Block& block) {
+  block.n = n;
+  float* q = block.k + kBlock * block.ld;
+  load_rows(head.in->k, head.batch, token, head.key_head, n, 0, head.K, block.k, block.ld);
+  load_rows(head.in->q, head.batch, token, head.key_head, n, 0, head.K, q, block.ld);
+  if (head.options->qk_l2norm) {
+    normalise_rows(block.k, block.ld, n, block.rstd_k);
+    normalise_rows(q, block.ld, n, block.rstd_q);
+  }
+  load_beta(head, token, n, block.beta);
+  load_decay(head, token, n, block);
+}
+
+// The chunk form's reads and writes: running products of the decays from the left (exp(gamma_i), token i's own decay
+// included) and from the right (exp(gamma_n - gamma_i), its own not).
+HWY_INLINE void make_factors(Gate gate, Block& block) {
+  const int64_t ld = block.ld;
+  if (gate != Gate::kPerChannel) {
+    float left = 1, right = 1;
+    for (int64_t i = 0; i < kBlock; ++i) {
+      left *= block.decay[i];
+      block.read_scale[i] = left;
+    }
+    for (int64_t i = kBlock - 1; i >= 0; --i) {
+      block.write_scale[i] = right;
+      right *= block.decay[i];
+    }
+    block.total[0] = left;
+    return;
+  }
+  for (int64_t d = 0; d < ld; d += kLanes) {
+    Vec left = broadcast(1.0f), right = broadcast(1.0f);
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const int64_t at = i * ld + d;
+      left = hn::Mul(left, load(block.decay + at));
+      store(left, block.read_factor + at);
+      store(hn::Mul(load(block.k + at), left), block.read + at);
+      store(hn::Mul(load(block.q() + at), left), block.read + kBlock * ld + at);
+    }
+    store(left, block.total + d);
+    for (int64_t i = kBlock - 1; i >= 0; --i) {
+      const int64_t at = i * ld + d;
+      store(right, block.write_factor + at);
+      store(hn::Mul(load(block.k + at), right), block.write + at);
+      right = hn::Mul(right, load(block.decay + at));
+    }
+  }
+  for (int64_t i = 0; i < kBlock; ++i) block.read_scale[i] = block.write_scale[i] = 1;
+}
+
+// One decay per head:  A_ij = beta_i (k_i . k_j) Lambda_ij (i > j),  P_ij = (q_i . k_j) Lambda_ij (i >= j), with
+// Lambda_ij = exp(gamma_i - gamma_j) by rows: Lambda_i = exp(g_i) Lambda_{i-1} + e_i.
+HWY_INLINE void make_pairs_per_head(Block& block) {
+  transpose(block.k, block.ld, kBlock, block.ld, block.key_columns, kBlock);
+  product<Left::kRowMajor, Start::kZero>({.rows = 2 * kBlock,
+                                          .columns = kBlock,
+                                          .depth = block.ld,
+                                          .a = block.k,
+                                          .a_stride = block.ld,
+                                          .b = block.key_columns,
+                                          .b_stride = kBlock,
+                                          .c_in = block.pairs,
+                                          .c_out = block.pairs,
+                                          .c_stride = kBlock});
+  for (int64_t v = 0; v < kBlock; v += kLanes) {
+    Vec row = zero();
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const Vec unit = load(kIdentity.rows + i * kBlock + v);
+      row = fma(row, broadcast(block.decay[i]), unit);
+      float* a = block.pairs + i * kBlock + v;
+      float* p = a + kBlock * kBlock;
+      store(hn::Mul(hn::Mul(broadcast(block.beta[i]), load(a)), hn::Sub(row, unit)), a);
+      store(hn::Mul(load(p), row), p);
+      store(row, block.lambda + i * kBlock + v);
+    }
+  }
+}
+
+// One decay per channel, rows i and i + 1 (i even). key_columns holds the running keys: column j of row d is
+// k_jd exp(gamma_{i-1,d} - gamma_jd) for j < i and 0 beyond. For each row they are multiplied by exp(g_i), joined by
+// token i's own key, and then dotted with k_i and q_i. Only the first kVecs vectors of tokens are not 0 yet.
+template <int kVecs>
+HWY_INLINE void make_pairs_per_channel_rows(int64_t i, int64_t K, Block& block) {
+  Vec a0[kVecs], a1[kVecs], p0[kVecs], p1[kVecs];
+  FW_UNROLL
+  for (int n = 0; n < kVecs; ++n) a0[n] = a1[n] = p0[n] = p1[n] = zero();
+  // Tokens i and i + 1 are in the last of the vectors where a block has no more than two.
+  constexpr int kFirstOwn = kTokenVecs > 2 ? 0 : kVecs - 1;
+  Vec unit0[kVecs], unit1[kVecs];
+  FW_UNROLL
+  for (int n = kFirstOwn; n < kVecs; ++n) {
+    unit0[n] = load(kIdentity.rows + i * kBlock + n * kLanes);
+    unit1[n] = load(kIdentity.rows + (i + 1) * kBlock + n * kLanes);
+  }
+  const float* k = block.k + i * block.ld;
+  const float* q = block.q() + i * block.ld;
+  const float* decay = block.decay + i * block.ld;
+  for (int64_t d = 0; d < K; ++d) {
+    const Vec k0 = broadcast(k[d]), k1 = broadcast(k[block.ld + d]);
+    const Vec q0 = broadcast(q[d]), q1 = broadcast(q[block.ld + d]);
+    const Vec decay0 = broadcast(decay[d]), decay1 = broadcast(decay[block.ld + d]);
+    float* running = block.key_columns + d * kBlock;
+    FW_UNROLL
+    for (int n = 0; n < kVecs; ++n) {
+      Vec r = hn::Mul(load(running + n * kLanes), decay0);
+      if (n >= kFirstOwn) r = fma(k0, unit0[n], r);
+      a0[n] = fma(k0, r, a0[n]);
+      p0[n] = fma(q0, r, p0[n]);
+      r = hn::Mul(r, decay1);
+      if (n >= kFirstOwn) r = fma(k1, unit1[n], r);
+      a1[n] = fma(k1, r, a1[n]);
+      p1[n] = fma(q1, r, p1[n]);
+      store(r, running + n * kLanes);
+    }
+  }
+  const Vec beta0 = broadcast(block.beta[i]), beta1 = broadcast(block.beta[i + 1]);
+  float* a = block.pairs + i * kBlock;
+  float* p = a + kBlock * kBlock;
+  FW_UNROLL
+  for (int n = 0; n < kVecs; ++n) {
+    const int64_t at = n * kLanes;
+    const Vec below0 = hn::Sub(broadcast(1.0f), load(kIdentity.rows + i * kBlock + at));
+    const Vec below1 = hn::Sub(broadcast(1.0f), load(kIdentity.rows + (i + 1) * kBlock + at));
+    store(hn::Mul(hn::Mul(beta0, a0[n]), below0), a + at);
+    store(hn::Mul(hn::Mul(beta1, a1[n]), below1), a + kBlock + at);
+    store(p0[n], p + at);
+    store(p1[n], p + kBlock + at);
+  }
+  for (int64_t at = kVecs * kLanes; at < kBlock; at += kLanes) {
+    for (float* row : {a, a + kBlock, p, p + kBlock}) store(zero(), row + at);
+  }
+}
+
+HWY_INLINE void make_pairs_per_channel(int64_t K, Block& block) {
+  std::memset(block.key_columns, 0, static_cast<size_t>(block.ld * kBlock) * sizeof(float));
+  for (int64_t i = 0; i < kBlock; i += 2) {
+    if (2 * (i + 2) <= kBlock && kTokenVecs >= 2) {
+      make_pairs_per_channel_rows<(kTokenVecs + 1) / 2>(i, K, block);
+    } else {
+      make_pairs_per_channel_rows<kTokenVecs>(i, K, block);
+    }
+  }
+}
+
+// Everything that the chunk form needs of a loaded block.
+HWY_INLINE void prepare_block(Gate gate, int64_t K, Block& block) {
+  make_factors(gate, block);
+  if (gate == Gate::kPerChannel) {
+    make_pairs_per_channel(K, block);
+  } else {
+    make_pairs_per_head(block);
+  }
+}
+
+// Panel products of the chunk form; a panel is kPanel value columns of all K rows, [ld][kPanel].
+
+// X = reads of the panel by `rows` rows (16: k alone; 32: k and q).
+HWY_INLINE void read_panel(const Block& block, int64_t rows, const float* S, float* X) {
+  product<Left::kRowMajor, Start::kZero>({.rows = rows,
+                                          .columns = kPanel,
+                                          .depth = block.ld,
+                                          .a = block.read,
+                                          .a_stride = block.ld,
+                                          .b = S,
+                                          .b_stride = kPanel,
+                                          .c_in = X,
+                                          .c_out = X,
+                                          .c_stride = kPanel});
+}
+
+// R = (I + A)^-1 beta (v - X) by forward substitution, four rows at a time; R is [16][kPanel].
+HWY_INLINE void solve_panel(const Block& block, const float* X, const float* v, int64_t v_stride, float* R) {
+  const float* A = block.A();
+  FW_UNROLL
+  for (int64_t top = 0; top < kBlock; top += 4) {
+    Vec r[4][2];
+    FW_UNROLL
+    for (int m = 0; m < 4; ++m) {
+      const int64_t i = top + m;
+      const Vec beta = broadcast(block.beta[i]);
+      const Vec scale = broadcast(block.read_scale[i]);
+      FW_UNROLL
+      for (int c = 0; c < 2; ++c) {
+        const Vec x = load(X + i * kPanel + c * kLanes);
+        r[m][c] = hn::Mul(beta, fnma(scale, x, load(v + i * v_stride + c * kLanes)));
+      }
+    }
+    for (int64_t j = 0; j < top; ++j) {
+      const Vec r0 = load(R + j * kPanel), r1 = load(R + j * kPanel + kLanes);
+      FW_UNROLL
+      for (int m = 0; m < 4; ++m) {
+        const Vec a = broadcast(A[(top + m) * kBlock + j]);
+        r[m][0] = fnma(a, r0, r[m][0]);
+        r[m][1] = fnma(a, r1, r[m][1]);
+      }
+    }
+    FW_UNROLL
+    for (int m = 0; m < 4; ++m) {
+      FW_UNROLL
+      for (int j = 0; j < m; ++j) {
+        const Vec a = broadcast(A[(top + m) * kBlock + top + j]);
+        r[m][0] = fnma(a, r[j][0], r[m][0]);
+        r[m][1] = fnma(a, r[j][1], r[m][1]);
+      }
+      store(r[m][0], R + (top + m) * kPanel);
+      store(r[m][1], R + (top + m) * kPanel + kLanes);
+    }
+  }
+}
+
+// S_out = diag(total) S_in + write^T R; the per-head write scales go into R's rows first.
+HWY_INLINE void write_panel(Gate gate, const Block& block, const float* S_in, const float* R, float* S_out) {
+  alignas(64) float scaled[kBlock * kPanel];
+  if (gate == Gate::kPerHead) {
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const Vec w = broadcast(block.write_scale[i]);
+      store(hn::Mul(w, load(R + i * kPanel)), scaled + i * kPanel);
+      store(hn::Mul(w, load(R + i * kPanel + kLanes)), scaled + i * kPanel + kLanes);
+    }
+    R = scaled;
+  }
+  product<Left::kColumnMajor, Start::kDecay>({.rows = block.ld,
+                                              .columns = kPanel,
+                                              .depth = kBlock,
+                                              .a = block.write,
+                                              .a_stride = block.ld,
+                                              .b = R,
+                                              .b_stride = kPanel,
+                                              .c_in = S_in,
+                                              .c_out = S_out,
+                                              .c_stride = kPanel,
+                                              .decay = block.total,
+                                              .decay_stride = block.total_stride});
+}
+
+}  // namespace fastweight::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+#endif

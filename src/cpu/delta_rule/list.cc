@@ -1,0 +1,77 @@
+#include "cpu/delta_rule/list.h"
+
+#include <string>
+
+#include "cpu/delta_rule/implementations.h"
+#include "cpu/delta_rule/work.h"
+#include "ops/sequences.h"
+
+namespace fastweight::cpu {
+namespace {
+
+template <class... Views>
+bool any_fp64(const Views&... views) {
+  return ((views.present() && views.dtype == DType::kF64) || ...);
+}
+
+bool inputs_fp64(const DeltaRuleInputs& in) {
+  return any_fp64(in.q, in.k, in.v, in.g, in.beta, in.a_log, in.dt_bias, in.initial_state);
+}
+bool has_fp64(const DeltaRuleForward& x) {
+  return inputs_fp64(x.in) || any_fp64(x.o, x.final_state, x.chunk_states);
+}
+bool has_fp64(const DeltaRuleBackward& x) {
+  return inputs_fp64(x.in) || any_fp64(x.d_o, x.d_final_state, x.chunk_states, x.dq, x.dk, x.dv, x.dg, x.dbeta,
+                                       x.da_log, x.ddt_bias, x.d_initial_state);
+}
+bool has_fp64(const DeltaRuleStep& x) { return inputs_fp64(x.in) || any_fp64(x.state, x.o); }
+
+template <class Problem>
+std::string takes_all(const Problem&) {
+  return {};
+}
+template <class Problem>
+std::string no_fp64(const Problem& problem) {
+  return has_fp64(problem.args) ? "computes in fp32; fp64 tensors run on the reference" : "";
+}
+template <class Problem>
+std::string no_beta_per_value(const Problem& problem) {
+  if (problem.args.in.beta.rank == 4) return "beta per value channel has no chunk form";
+  return no_fp64(problem);
+}
+
+template <class Problem>
+bool always(const Problem&) {
+  return true;
+}
+
+bool has_long_sequence(const DeltaRuleForwardProblem& problem) {
+  for (const Sequence& s : sequence_table(problem.sizes.batch, problem.sizes.tokens, problem.args.in.cu_seqlens,
+                                          problem.args.options.chunk_size)) {
+    if (s.length >= kCrossoverTokens) return true;
+  }
+  return false;
+}
+
+constexpr Implementation<DeltaRuleForwardProblem> kForward[] = {
+    {"chunk", no_beta_per_value, has_long_sequence, chunk_forward},
+    {"recurrent", no_fp64, always, recurrent_forward},
+    {"reference", takes_all, always, reference_forward},
+};
+constexpr Implementation<DeltaRuleBackwardProblem> kBackward[] = {
+    {"chunk", no_beta_per_value, always, chunk_backward},
+    {"recurrent", no_fp64, always, recurrent_backward},
+    {"reference", takes_all, always, reference_backward},
+};
+constexpr Implementation<DeltaRuleStepProblem> kStep[] = {
+    {"recurrent", no_fp64, always, recurrent_step},
+    {"reference", takes_all, always, reference_step},
+};
+
+}  // namespace
+
+std::span<const Implementation<DeltaRuleForwardProblem>> delta_rule_forward_list() { return kForward; }
+std::span<const Implementation<DeltaRuleBackwardProblem>> delta_rule_backward_list() { return kBackward; }
+std::span<const Implementation<DeltaRuleStepProblem>> delta_rule_step_list() { return kStep; }
+
+}  // namespace fastweight::cpu

@@ -1,0 +1,61 @@
+// How a problem is cut into items for the parallel loop, and the measured crossover between the two forms.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <vector>
+
+#include "ops/sequences.h"
+
+namespace fastweight::cpu {
+
+// Sequences, and last blocks of sequences, with fewer tokens than this run token by token: cheaper than one padded block
+// of 16 in the chunk form. The chunk implementation applies it to the end of every sequence, so that choosing between
+// "chunk" and "recurrent" by this number never changes a bit, whatever else is in the batch and wherever a sequence is
+// cut.
+inline constexpr int64_t kCrossoverTokens = 6;
+
+// Panels [first_panel, first_panel + panels) of the values of one head of one sequence.
+struct Item {
+  int64_t sequence;
+  int64_t value_head;
+  int64_t first_panel, panels;
+};
+
+// Items for kernels whose value columns do not touch each other: any cut gives the same bits, so heads are cut into as
+// many blocks of columns as the threads need. Longest first.
+inline std::vector<Item> column_items(const std::vector<Sequence>& sequences, int64_t heads, int64_t panels,
+                                      int threads) {
+  // Three items per thread even out what differs between them; beyond that, each cut repeats the work on the keys.
+  constexpr int64_t kItemsPerThread = 3;
+  int64_t tokens = 0;
+  for (const Sequence& s : sequences) tokens += s.length;
+  const int64_t share = std::max<int64_t>(1, tokens * heads * panels / (threads * kItemsPerThread));
+  std::vector<Item> items;
+  std::vector<int64_t> order(sequences.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return sequences[static_cast<size_t>(a)].length > sequences[static_cast<size_t>(b)].length;
+  });
+  for (int64_t n : order) {
+    const int64_t cost = sequences[static_cast<size_t>(n)].length * panels;
+    const int64_t cuts = threads == 1 ? 1 : std::clamp<int64_t>((cost + share - 1) / share, 1, panels);
+    for (int64_t h = 0; h < heads; ++h) {
+      for (int64_t c = 0; c < cuts; ++c) {
+        const int64_t first = c * panels / cuts;
+        items.push_back({n, h, first, (c + 1) * panels / cuts - first});
+      }
+    }
+  }
+  return items;
+}
+
+// Threads that pay for themselves: one per `kGrain` multiply-adds, about ten microseconds of work.
+inline int useful_threads(int threads, int64_t items, int64_t multiply_adds) {
+  constexpr int64_t kGrain = 200'000;
+  const int64_t most = std::min(items, multiply_adds / kGrain + 1);
+  return static_cast<int>(std::min<int64_t>(threads, std::max<int64_t>(1, most)));
+}
+
+}  // namespace fastweight::cpu
