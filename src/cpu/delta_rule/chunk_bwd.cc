@@ -1,4 +1,558 @@
+// Backward in the chunk form, in blocks of 16 tokens. Notation as in chunk_fwd.cc; dS' = G is the gradient of the state
+// after the block, do holds scale * d_o, and e_i = exp(gamma_i), w_i = exp(gamma_n - gamma_i):
+//
+//     dR    = P^T do + w (k G)                     Y  = (I + A)^-T dR  by back substitution
+//     X     = -Y S^T                               dA = -slower(Y R^T),  dP = lower(do R^T)
+//     dv    = beta Y
+//     dq    = e (do S^T) + rows(dP, k)             rows(D, y)_i = sum_{j <= i} D_ij y_j exp(gamma_i - gamma_j)
+//     dk    = beta (e X + rows(dA, k))  [reading]  cols(D, x)_j = sum_{i >= j} D_ij x_i exp(gamma_i - gamma_j)
+//           + cols(dP, q) + cols(dA, beta k) + w (R G^T)  [writing]
+//     dbeta = Y . v + k . (e X + rows(dA, k))
+//     dg_i  = sum_{j >= i} (q.dq + k.dk_reading - k.dk_writing)_j + exp(gamma_n) <S, G> + <k, w (R G^T)>
+//     G    <- exp(gamma_n) G + (e q)^T do - (beta e k)^T Y
+//
+// G's last line needs no W: W^T dR = (beta e k)^T Y. The states before the blocks are recomputed: once over the sequence,
+// keeping one state per chunk and R, then within each chunk from its first state and R.
+
+#include <cstdint>
+#include <vector>
+
 #include "cpu/delta_rule/implementations.h"
-namespace fastweight::cpu {
-void chunk_backward(const DeltaRuleBackwardProblem& problem, const Context& context) { reference_backward(problem, context); }
+#include "cpu/delta_rule/work.h"
+#include "cpu/parallel.h"
+#include "cpu/simd/targets.h"
+#include "ops/workspace.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/delta_rule/chunk_bwd.cc"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+
+#include "cpu/delta_rule/backward-inl.h"
+#include "cpu/delta_rule/block-inl.h"
+#include "cpu/delta_rule/state-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fastweight::cpu::HWY_NAMESPACE {
+namespace {
+
+inline constexpr int64_t kMostBlocks = 4;  // in a chunk of 64
+
+// Y = (I + A)^-T (P^T do + w KG) for one panel, four rows at a time from the last.
+HWY_INLINE void adjoint_solve_panel(const Block& block, const float* KG, const float* d_o, int64_t d_o_stride,
+                                    float* Y) {
+  const float* A = block.A();
+  const float* P = block.P();
+  FW_UNROLL
+  for (int64_t top = kBlock - 4; top >= 0; top -= 4) {
+    Vec y[4][2];
+    FW_UNROLL
+    for (int m = 0; m < 4; ++m) {
+      const Vec w = broadcast(block.write_scale[top + m]);
+      y[m][0] = hn::Mul(w, load(KG + (top + m) * kPanel));
+      y[m][1] = hn::Mul(w, load(KG + (top + m) * kPanel + kLanes));
+    }
+    for (int64_t i = top; i < kBlock; ++i) {
+      const Vec d0 = load(d_o + i * d_o_stride), d1 = load(d_o + i * d_o_stride + kLanes);
+      FW_UNROLL
+      for (int m = 0; m < 4; ++m) {
+        const Vec p = broadcast(P[i * kBlock + top + m]);
+        y[m][0] = fma(p, d0, y[m][0]);
+        y[m][1] = fma(p, d1, y[m][1]);
+      }
+    }
+    for (int64_t i = top + 4; i < kBlock; ++i) {
+      const Vec y0 = load(Y + i * kPanel), y1 = load(Y + i * kPanel + kLanes);
+      FW_UNROLL
+      for (int m = 0; m < 4; ++m) {
+        const Vec a = broadcast(A[i * kBlock + top + m]);
+        y[m][0] = fnma(a, y0, y[m][0]);
+        y[m][1] = fnma(a, y1, y[m][1]);
+      }
+    }
+    FW_UNROLL
+    for (int m = 3; m >= 0; --m) {
+      FW_UNROLL
+      for (int i = m + 1; i < 4; ++i) {
+        const Vec a = broadcast(A[(top + i) * kBlock + top + m]);
+        y[m][0] = fnma(a, y[i][0], y[m][0]);
+        y[m][1] = fnma(a, y[i][1], y[m][1]);
+      }
+      store(y[m][0], Y + (top + m) * kPanel);
+      store(y[m][1], Y + (top + m) * kPanel + kLanes);
+    }
+  }
 }
+
+class ChunkKernel {
+ public:
+  float* bias;  // [max(ld, 16)]
+  float* raw;   // [max(ld, 16)]
+  float* G;     // [panels][ld][kPanel]
+  BlockGradients gradients;
+
+  void carve(Carver& carver, const DeltaRuleBackwardProblem& problem, int64_t ld, int64_t panels, int64_t longest) {
+    const DeltaRuleOptions& options = problem.args.options;
+    ld_ = ld;
+    bias = carver.take<float>(std::max(ld, kBlock));
+    raw = carver.take<float>(std::max(ld, kBlock));
+    G = carver.take<float>(panels * ld * kPanel);
+    gradients.carve(carver, options.gate, ld);
+    for (int64_t b = 0; b < options.chunk_size / kBlock; ++b) blocks_[b].carve(carver, options.gate, ld);
+    const bool saved = problem.args.chunk_states.present();
+    const int64_t chunks = saved ? 0 : (longest + options.chunk_size - 1) / options.chunk_size;
+    states_ = carver.take<float>(chunks * panels * ld * kPanel);
+    R_ = carver.take<float>((saved ? options.chunk_size : round_up(longest, kBlock)) * panels * kPanel);
+    block_states_ = carver.take<float>(options.chunk_size / kBlock * panels * ld * kPanel);
+    v_ = carver.take<float>(kBlock * panels * kPanel);
+    d_o_ = carver.take<float>(kBlock * panels * kPanel);
+    dv_ = carver.take<float>(kBlock * panels * kPanel);
+    X_ = carver.take<float>(kBlock * kPanel);
+    Yd_ = carver.take<float>(2 * kBlock * kPanel);
+    scaled_ = carver.take<float>(2 * kBlock * kPanel);
+    writes_ = carver.take<float>(2 * kBlock * panels * kPanel);
+    scaled_columns_ = carver.take<float>(2 * kBlock * panels * kPanel);
+    R_columns_ = carver.take<float>(kBlock * panels * kPanel);
+    pair_gradients_ = carver.take<float>(2 * kBlock * kBlock);
+    pair_factors_ = carver.take<float>(2 * kBlock * kBlock);
+    reading_columns_ = carver.take<float>(2 * kBlock * ld);
+    writing_columns_ = carver.take<float>(kBlock * ld);
+    reading_ = carver.take<float>(2 * kBlock * ld);
+    writing_ = carver.take<float>(kBlock * ld);
+    overlap_ = carver.take<float>(options.gate == Gate::kPerChannel ? ld * kLanes : kLanes);
+  }
+
+  void open_sequence(const DeltaRuleBackwardProblem& problem, const Head& head, const Sequence& sequence,
+                     const Item& item) {
+    problem_ = &problem;
+    head_ = &head;
+    sequence_ = &sequence;
+    item_ = item;
+    stride_ = item.panels * kPanel;
+    column_ = item.first_panel * kPanel;
+    width_ = std::min(stride_, head.V - column_);
+    state_size_ = item.panels * ld_ * kPanel;
+    saved_ = problem.args.chunk_states.present();
+    if (!saved_) forward_states();
+  }
+
+  // Loads the chunk's blocks and brings the states before each of them into block_states_.
+  int64_t open_chunk(int64_t chunk) {
+    const DeltaRuleBackward& args = problem_->args;
+    const Gate gate = args.options.gate;
+    const int64_t first = chunk * args.options.chunk_size;
+    const int64_t tokens = std::min<int64_t>(args.options.chunk_size, sequence_->length - first);
+    const int64_t count = round_up(tokens, kBlock) / kBlock;
+    chunk_R_ = saved_ ? R_ : R_ + first * stride_;
+    if (saved_) {
+      load_state(chunk_state_of(args.chunk_states, args.options.state_v_first, head_->K, head_->V, sequence_->batch,
+                                sequence_->first_chunk + chunk, item_.value_head),
+                 item_.first_panel, item_.panels, ld_, block_states_);
+    }
+    for (int64_t b = 0; b < count; ++b) {
+      Block& block = blocks_[b];
+      const int64_t token = sequence_->begin + first + b * kBlock;
+      load_block(*head_, token, std::min(kBlock, tokens - b * kBlock), block);
+      prepare_block(gate, head_->K, block);
+      if (b == 0 && !saved_) first_state_ = states_ + chunk * state_size_;
+      if (b == 0 && saved_) first_state_ = block_states_;
+      if (saved_) load_values(token, block.n);
+      for (int64_t p = 0; p < item_.panels; ++p) {
+        const float* S = state_before(b) + p * ld_ * kPanel;
+        float* R = block_R(b) + p * kBlock * kPanel;
+        if (saved_) {
+          read_panel(block, kBlock, S, X_);
+          solve_panel(block, X_, v_ + p * kPanel, stride_, R);
+        }
+        if (b + 1 < count) write_panel(gate, block, S, R, block_states_ + (b + 1) * state_size_ + p * ld_ * kPanel);
+      }
+    }
+    return count;
+  }
+
+  const Block& backward_block(int64_t b, int64_t token) {
+    const DeltaRuleBackward& args = problem_->args;
+    const Block& block = blocks_[b];
+    load_values(token, block.n);
+    load_d_o(token, block.n);
+    const float* S = state_before(b);
+    const float* R = block_R(b);
+    value_gradients(block, S, R);
+    if (args.dv.present()) {
+      store_rows(dv_, stride_, args.dv, head_->batch, token, head_->value_head, block.n, column_, width_);
+    }
+    state_gradients(block, S);
+    if (args.options.gate == Gate::kPerChannel) {
+      pair_adjoint_per_channel(block);
+    } else {
+      pair_adjoint_per_head(block);
+    }
+    key_gradients(block);
+    return block;
+  }
+
+ private:
+  const float* state_before(int64_t b) const { return b == 0 ? first_state_ : block_states_ + b * state_size_; }
+  float* block_R(int64_t b) const { return chunk_R_ + b * kBlock * stride_; }
+
+  void load_values(int64_t token, int64_t n) {
+    load_rows(problem_->args.in.v, head_->batch, token, head_->value_head, n, column_, width_, v_, stride_);
+  }
+
+  void load_d_o(int64_t token, int64_t n) {
+    const TensorView& d_o = problem_->args.d_o;
+    if (!d_o.present()) {
+      std::memset(d_o_, 0, static_cast<size_t>(kBlock * stride_) * sizeof(float));
+      return;
+    }
+    load_rows(d_o, head_->batch, token, head_->value_head, n, column_, width_, d_o_, stride_);
+    const Vec scale = broadcast(static_cast<float>(problem_->scale));
+    for (int64_t i = 0; i < n * stride_; i += kLanes) store(hn::Mul(scale, load(d_o_ + i)), d_o_ + i);
+  }
+
+  // The states before every chunk, and R of every block: the forward without its output. Same arithmetic as there.
+  void forward_states() {
+    const DeltaRuleBackward& args = problem_->args;
+    const Gate gate = args.options.gate;
+    if (sequence_->length == 0) return;
+    if (args.in.initial_state.present()) {
+      load_state(state_of(args.in.initial_state, args.options.state_v_first, head_->K, head_->V, sequence_->index,
+                          item_.value_head),
+                 item_.first_panel, item_.panels, ld_, states_);
+    } else {
+      std::memset(states_, 0, static_cast<size_t>(state_size_) * sizeof(float));
+    }
+    float* running = block_states_;
+    const float* S_in = states_;
+    for (int64_t t = 0; t < sequence_->length; t += kBlock) {
+      const int64_t token = sequence_->begin + t;
+      Block& block = blocks_[0];
+      load_block(*head_, token, std::min(kBlock, sequence_->length - t), block);
+      prepare_block(gate, head_->K, block);
+      load_values(token, block.n);
+      const bool last = t + kBlock >= sequence_->length;
+      const int64_t next = t + kBlock;
+      const bool chunk_ends = next % args.options.chunk_size == 0;
+      float* S_out = chunk_ends ? states_ + next / args.options.chunk_size * state_size_ : running;
+      for (int64_t p = 0; p < item_.panels; ++p) {
+        const int64_t at = p * ld_ * kPanel;
+        float* R = R_ + t * stride_ + p * kBlock * kPanel;
+        read_panel(block, kBlock, S_in + at, X_);
+        solve_panel(block, X_, v_ + p * kPanel, stride_, R);
+        if (!last) write_panel(gate, block, S_in + at, R, S_out + at);
+      }
+      S_in = S_out;
+    }
+  }
+
+  // Panel by panel: Y, dv, Y . v, the pair products with R, and the rows that go into states and keys later.
+  void value_gradients(const Block& block, const float* S, const float* R) {
+    const Gate gate = problem_->args.options.gate;
+    alignas(64) float dots[kBlock * kLanes] = {};
+    std::memset(pair_gradients_, 0, 2 * kBlock * kBlock * sizeof(float));
+    if (gate != Gate::kNone) {
+      std::memset(overlap_, 0, static_cast<size_t>(gate == Gate::kPerChannel ? ld_ * kLanes : kLanes) * sizeof(float));
+    }
+    for (int64_t p = 0; p < item_.panels; ++p) {
+      const float* G_p = G + p * ld_ * kPanel;
+      const float* R_p = R + p * kBlock * kPanel;
+      const float* d_o = d_o_ + p * kPanel;
+      product<Left::kRowMajor, Start::kZero>({.rows = kBlock,
+                                              .columns = kPanel,
+                                              .depth = ld_,
+                                              .a = block.write,
+                                              .a_stride = ld_,
+                                              .b = G_p,
+                                              .b_stride = kPanel,
+                                              .c_in = X_,
+                                              .c_out = X_,
+                                              .c_stride = kPanel});
+      adjoint_solve_panel(block, X_, d_o, stride_, Yd_);
+      float* writes = writes_ + p * 2 * kBlock * kPanel;
+      for (int64_t i = 0; i < kBlock; ++i) {
+        const Vec beta = broadcast(block.beta[i]);
+        const Vec scale = broadcast(block.read_scale[i]);
+        Vec dot = load(dots + i * kLanes);
+        for (int64_t c = 0; c < kPanel; c += kLanes) {
+          const int64_t at = i * kPanel + c;
+          const int64_t at_o = (kBlock + i) * kPanel + c;
+          const Vec y = load(Yd_ + at);
+          const Vec o = load(d_o + i * stride_ + c);
+          dot = fma(y, load(v_ + i * stride_ + p * kPanel + c), dot);
+          store(hn::Mul(beta, y), dv_ + i * stride_ + p * kPanel + c);
+          store(o, Yd_ + at_o);
+          const Vec scaled_y = hn::Neg(hn::Mul(scale, y));
+          const Vec scaled_o = hn::Mul(scale, o);
+          store(scaled_y, scaled_ + at);
+          store(scaled_o, scaled_ + at_o);
+          store(hn::Mul(beta, scaled_y), writes + at);
+          store(scaled_o, writes + at_o);
+        }
+        store(dot, dots + i * kLanes);
+      }
+      transpose(scaled_, kPanel, 2 * kBlock, kPanel, scaled_columns_ + p * kPanel * 2 * kBlock, 2 * kBlock);
+      transpose(R_p, kPanel, kBlock, kPanel, R_columns_ + p * kPanel * kBlock, kBlock);
+      product<Left::kRowMajor, Start::kAdd>({.rows = 2 * kBlock,
+                                             .columns = kBlock,
+                                             .depth = kPanel,
+                                             .a = Yd_,
+                                             .a_stride = kPanel,
+                                             .b = R_columns_ + p * kPanel * kBlock,
+                                             .b_stride = kBlock,
+                                             .c_in = pair_gradients_,
+                                             .c_out = pair_gradients_,
+                                             .c_stride = kBlock});
+      if (gate == Gate::kPerHead) add_overlap<0>(S + p * ld_ * kPanel, G_p);
+      if (gate == Gate::kPerChannel) add_overlap<kLanes>(S + p * ld_ * kPanel, G_p);
+    }
+    for (int64_t i = 0; i < kBlock; ++i) gradients.dbeta[i] = sum_of_lanes(load(dots + i * kLanes));
+  }
+
+  // overlap += S * G by rows (kStep = kLanes) or altogether (kStep = 0).
+  template <int64_t kStep>
+  void add_overlap(const float* S, const float* G_p) {
+    if constexpr (kStep == 0) {
+      Vec sum0 = load(overlap_), sum1 = zero();
+      for (int64_t i = 0; i < ld_ * kPanel; i += kPanel) {
+        sum0 = fma(load(S + i), load(G_p + i), sum0);
+        sum1 = fma(load(S + i + kLanes), load(G_p + i + kLanes), sum1);
+      }
+      store(hn::Add(sum0, sum1), overlap_);
+    } else {
+      for (int64_t d = 0; d < ld_; ++d) {
+        const int64_t at = d * kPanel;
+        const Vec sum = fma(load(S + at), load(G_p + at), load(overlap_ + d * kStep));
+        store(fma(load(S + at + kLanes), load(G_p + at + kLanes), sum), overlap_ + d * kStep);
+      }
+    }
+  }
+
+  // Sums over value columns: reading_ = -Y S^T and do S^T (with the per-head e), writing_ = R G^T. Then G's update.
+  void state_gradients(const Block& block, const float* S) {
+    product<Left::kRowMajor, Start::kZero>({.rows = ld_,
+                                            .columns = 2 * kBlock,
+                                            .depth = kPanel,
+                                            .segments = item_.panels,
+                                            .a = S,
+                                            .a_stride = kPanel,
+                                            .a_segment = ld_ * kPanel,
+                                            .b = scaled_columns_,
+                                            .b_stride = 2 * kBlock,
+                                            .c_in = reading_columns_,
+                                            .c_out = reading_columns_,
+                                            .c_stride = 2 * kBlock});
+    product<Left::kRowMajor, Start::kZero>({.rows = ld_,
+                                            .columns = kBlock,
+                                            .depth = kPanel,
+                                            .segments = item_.panels,
+                                            .a = G,
+                                            .a_stride = kPanel,
+                                            .a_segment = ld_ * kPanel,
+                                            .b = R_columns_,
+                                            .b_stride = kBlock,
+                                            .c_in = writing_columns_,
+                                            .c_out = writing_columns_,
+                                            .c_stride = kBlock});
+    transpose(reading_columns_, 2 * kBlock, ld_, 2 * kBlock, reading_, ld_);
+    transpose(writing_columns_, kBlock, ld_, kBlock, writing_, ld_);
+    for (int64_t p = 0; p < item_.panels; ++p) {
+      float* G_p = G + p * ld_ * kPanel;
+      product<Left::kColumnMajor, Start::kDecay>({.rows = ld_,
+                                                  .columns = kPanel,
+                                                  .depth = 2 * kBlock,
+                                                  .a = block.read,
+                                                  .a_stride = ld_,
+                                                  .b = writes_ + p * 2 * kBlock * kPanel,
+                                                  .b_stride = kPanel,
+                                                  .c_in = G_p,
+                                                  .c_out = G_p,
+                                                  .c_stride = kPanel,
+                                                  .decay = block.total,
+                                                  .decay_stride = block.total_stride});
+    }
+  }
+
+  // One decay per head: rows and cols are products with dA * Lambda and dP * Lambda. On return
+  //     reading_ = e X + rows(dA, k), then dq;     writing_ = w (R G^T);     gradients.dk = cols(dP, q) + cols(dA, beta k)
+  void pair_adjoint_per_head(const Block& block) {
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const Vec beta = broadcast(block.beta[i]);
+      for (int64_t c = 0; c < kBlock; c += kLanes) {
+        const int64_t a = i * kBlock + c;
+        const int64_t p = a + kBlock * kBlock;
+        const Vec lambda = load(block.lambda + a);
+        const Vec strict = hn::Sub(lambda, load(kIdentity.rows + a));
+        const Vec dA = hn::Neg(hn::Mul(load(pair_gradients_ + a), strict));
+        const Vec dP = hn::Mul(load(pair_gradients_ + p), lambda);
+        store(dA, pair_gradients_ + a);
+        store(dP, pair_gradients_ + p);
+        store(hn::Mul(beta, dA), pair_factors_ + a);
+        store(dP, pair_factors_ + p);
+      }
+      const Vec w = broadcast(block.write_scale[i]);
+      for (int64_t d = 0; d < ld_; d += kLanes) {
+        float* x = writing_ + i * ld_ + d;
+        store(hn::Mul(w, load(x)), x);
+      }
+    }
+    product<Left::kRowMajor, Start::kAdd>({.rows = 2 * kBlock,
+                                           .columns = ld_,
+                                           .depth = kBlock,
+                                           .a = pair_gradients_,
+                                           .a_stride = kBlock,
+                                           .b = block.k,
+                                           .b_stride = ld_,
+                                           .c_in = reading_,
+                                           .c_out = reading_,
+                                           .c_stride = ld_});
+    product<Left::kColumnMajor, Start::kZero>({.rows = kBlock,
+                                               .columns = ld_,
+                                               .depth = 2 * kBlock,
+                                               .a = pair_factors_,
+                                               .a_stride = kBlock,
+                                               .b = block.k,
+                                               .b_stride = ld_,
+                                               .c_in = gradients.dk,
+                                               .c_out = gradients.dk,
+                                               .c_stride = ld_});
+  }
+
+  // One decay per channel, the same on return. The factors exp(gamma_i - gamma_j) run along each column j of pairs; no
+  // quotient of exponentials is formed.
+  void pair_adjoint_per_channel(const Block& block) {
+    for (int64_t d = 0; d < ld_; d += kLanes) {
+      for (int64_t i = 0; i < kBlock; ++i) {
+        const int64_t at = i * ld_ + d;
+        const Vec e = load(block.read_factor + at);
+        store(hn::Mul(e, load(reading_ + at)), reading_ + at);
+        store(hn::Mul(e, load(reading_ + kBlock * ld_ + at)), reading_ + kBlock * ld_ + at);
+        store(hn::Mul(load(block.write_factor + at), load(writing_ + at)), writing_ + at);
+      }
+      for (int64_t j = 0; j < block.n; ++j) {
+        const int64_t at_j = j * ld_ + d;
+        const Vec k_j = load(block.k + at_j);
+        const Vec diagonal = broadcast(pair_gradients_[(kBlock + j) * kBlock + j]);
+        float* dq_j = reading_ + kBlock * ld_ + at_j;
+        store(fma(diagonal, k_j, load(dq_j)), dq_j);
+        Vec column = hn::Mul(diagonal, load(block.q() + at_j));
+        Vec factor = broadcast(1.0f);
+        for (int64_t i = j + 1; i < block.n; ++i) {
+          const int64_t at = i * ld_ + d;
+          factor = hn::Mul(factor, load(block.decay + at));
+          const Vec key = hn::Mul(factor, k_j);
+          const Vec dA = broadcast(-pair_gradients_[i * kBlock + j]);
+          const Vec dP = broadcast(pair_gradients_[(kBlock + i) * kBlock + j]);
+          float* reading = reading_ + at;
+          float* dq = reading + kBlock * ld_;
+          store(fma(dA, key, load(reading)), reading);
+          store(fma(dP, key, load(dq)), dq);
+          const Vec beta_k = hn::Mul(broadcast(block.beta[i]), load(block.k + at));
+          column = fma(factor, fma(dP, load(block.q() + at), hn::Mul(dA, beta_k)), column);
+        }
+        store(column, gradients.dk + at_j);
+      }
+      for (int64_t j = block.n; j < kBlock; ++j) store(zero(), gradients.dk + j * ld_ + d);
+    }
+  }
+
+  // Puts the parts together: dq, dk, dbeta, dg.
+  void key_gradients(const Block& block) {
+    const Gate gate = problem_->args.options.gate;
+    const float* dq = reading_ + kBlock * ld_;
+    std::memcpy(gradients.dq, dq, static_cast<size_t>(kBlock * ld_) * sizeof(float));
+    alignas(64) float dgamma[kBlock] = {};
+    alignas(64) float writes[kBlock] = {};
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const Vec beta = broadcast(block.beta[i]);
+      Vec dbeta = zero(), dot = zero(), write = zero();
+      for (int64_t d = 0; d < ld_; d += kLanes) {
+        const int64_t at = i * ld_ + d;
+        const Vec k = load(block.k + at);
+        const Vec read = load(reading_ + at);
+        const Vec state = load(writing_ + at);
+        const Vec dk_read = hn::Mul(beta, read);
+        const Vec dk_write = hn::Add(load(gradients.dk + at), state);
+        dbeta = fma(read, k, dbeta);
+        store(hn::Add(dk_read, dk_write), gradients.dk + at);
+        const Vec difference = hn::Mul(k, hn::Sub(dk_read, dk_write));
+        const Vec own = fma(load(block.q() + at), load(dq + at), difference);
+        if (gate == Gate::kPerHead) {
+          dot = hn::Add(dot, own);
+          write = fma(k, state, write);
+        } else if (gate == Gate::kPerChannel) {
+          store(own, gradients.dg + at);
+          store(hn::Mul(k, state), writing_ + at);
+        }
+      }
+      gradients.dbeta[i] += sum_of_lanes(dbeta);
+      dgamma[i] = sum_of_lanes(dot);
+      writes[i] = sum_of_lanes(write);
+    }
+    if (gate == Gate::kPerHead) {
+      float sum = block.total[0] * sum_of_lanes(load(overlap_));
+      for (float x : writes) sum += x;
+      for (int64_t i = kBlock - 1; i >= 0; --i) gradients.dg[i] = sum += dgamma[i];
+    } else if (gate == Gate::kPerChannel) {
+      alignas(64) float row[kLanes];
+      for (int64_t d = 0; d < ld_; d += kLanes) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) row[lane] = sum_of_lanes(load(overlap_ + (d + lane) * kLanes));
+        Vec sum = hn::Mul(load(block.total + d), load(row));
+        for (int64_t i = 0; i < kBlock; ++i) sum = hn::Add(sum, load(writing_ + i * ld_ + d));
+        for (int64_t i = kBlock - 1; i >= 0; --i) {
+          sum = hn::Add(sum, load(gradients.dg + i * ld_ + d));
+          store(sum, gradients.dg + i * ld_ + d);
+        }
+      }
+    }
+  }
+
+  const DeltaRuleBackwardProblem* problem_ = nullptr;
+  const Head* head_ = nullptr;
+  const Sequence* sequence_ = nullptr;
+  Item item_{};
+  int64_t ld_ = 0, stride_ = 0, column_ = 0, width_ = 0, state_size_ = 0;
+  bool saved_ = false;
+
+  Block blocks_[kMostBlocks];
+  float* states_;              // [chunks][panels][ld][kPanel], before every chunk; empty when the caller saved them
+  float* R_;                   // [blocks][panels][16][kPanel] of the sequence, or of one chunk
+  float* chunk_R_ = nullptr;   // the current chunk's
+  float* block_states_;        // [blocks][panels][ld][kPanel], before every block of the chunk
+  const float* first_state_ = nullptr;
+  float* v_;                   // [16][stride]
+  float* d_o_;                 // [16][stride], scaled
+  float* dv_;                  // [16][stride]
+  float* X_;                   // [16][kPanel]
+  float* Yd_;                  // [32][kPanel]: Y, then do
+  float* scaled_;              // [32][kPanel]: -e Y, then e do
+  float* writes_;              // [panels][32][kPanel]: -beta e Y, then e do
+  float* scaled_columns_;      // [panels * kPanel][32], scaled_ transposed
+  float* R_columns_;           // [panels * kPanel][16], R transposed
+  float* pair_gradients_;      // [32][16]: Y R^T, then do R^T; per head then dA and dP times Lambda
+  float* pair_factors_;        // [32][16]: per head, beta dA Lambda, then dP Lambda
+  float* reading_columns_;     // [ld][32]
+  float* writing_columns_;     // [ld][16]
+  float* reading_;             // [32][ld]
+  float* writing_;             // [16][ld]
+  float* overlap_;             // [ld][kLanes] per channel, else [kLanes]: lanes of <S, G>
+};
+
+void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
+  run_backward<ChunkKernel>(problem, context);
+}
+
+}  // namespace
+}  // namespace fastweight::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace fastweight::cpu {
+
+HWY_EXPORT(backward);
+
+void chunk_backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
+  HWY_DYNAMIC_DISPATCH(backward)(problem, context);
+}
+
+}  // namespace fastweight::cpu
+#endif

@@ -21,10 +21,21 @@ struct Item {
   int64_t sequence;
   int64_t value_head;
   int64_t first_panel, panels;
+  int64_t cut;  // which of the head's blocks of columns this is
 };
 
+// Indices of the sequences, longest first.
+inline std::vector<int64_t> longest_first(const std::vector<Sequence>& sequences) {
+  std::vector<int64_t> order(sequences.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return sequences[static_cast<size_t>(a)].length > sequences[static_cast<size_t>(b)].length;
+  });
+  return order;
+}
+
 // Items for kernels whose value columns do not touch each other: any cut gives the same bits, so heads are cut into as
-// many blocks of columns as the threads need. Longest first.
+// many blocks of columns as the threads need.
 inline std::vector<Item> column_items(const std::vector<Sequence>& sequences, int64_t heads, int64_t panels,
                                       int threads) {
   // Three items per thread even out what differs between them; beyond that, each cut repeats the work on the keys.
@@ -33,18 +44,28 @@ inline std::vector<Item> column_items(const std::vector<Sequence>& sequences, in
   for (const Sequence& s : sequences) tokens += s.length;
   const int64_t share = std::max<int64_t>(1, tokens * heads * panels / (threads * kItemsPerThread));
   std::vector<Item> items;
-  std::vector<int64_t> order(sequences.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return sequences[static_cast<size_t>(a)].length > sequences[static_cast<size_t>(b)].length;
-  });
-  for (int64_t n : order) {
+  for (int64_t n : longest_first(sequences)) {
     const int64_t cost = sequences[static_cast<size_t>(n)].length * panels;
     const int64_t cuts = threads == 1 ? 1 : std::clamp<int64_t>((cost + share - 1) / share, 1, panels);
     for (int64_t h = 0; h < heads; ++h) {
       for (int64_t c = 0; c < cuts; ++c) {
         const int64_t first = c * panels / cuts;
-        items.push_back({n, h, first, (c + 1) * panels / cuts - first});
+        items.push_back({n, h, first, (c + 1) * panels / cuts - first, c});
+      }
+    }
+  }
+  return items;
+}
+
+// Items for kernels that add over value columns: every head is cut into `units` blocks, whatever the threads.
+inline std::vector<Item> unit_items(const std::vector<Sequence>& sequences, int64_t heads, int64_t panels,
+                                    int64_t units) {
+  std::vector<Item> items;
+  for (int64_t n : longest_first(sequences)) {
+    for (int64_t h = 0; h < heads; ++h) {
+      for (int64_t u = 0; u < units; ++u) {
+        const int64_t first = u * panels / units;
+        items.push_back({n, h, first, (u + 1) * panels / units - first, u});
       }
     }
   }
