@@ -1,4 +1,313 @@
+// Backward token by token, in the order of the definition. With G the gradient of S_t, do = scale * d_o, r_t the residual
+// and u_t = beta_t r_t:
+//
+//     G   += q_t^T do_t                    dq_t = do_t S_t^T
+//     du   = k_t G,  dv_t = beta_t du      dbeta_t = du . r_t
+//     dk_t = u_t G^T - dv_t Sd_t^T
+//     G   -= k_t^T dv_t                    dg_t = <Sd_t, G>  (per channel: by rows)
+//     G    = exp(g_t) G
+//
+// States are recomputed from the chunk starts: once over the sequence, then over each chunk (keeping the states before its
+// blocks of 16), then over each block (keeping the states before its tokens).
+
+#include <cstdint>
+#include <vector>
+
 #include "cpu/delta_rule/implementations.h"
-namespace fastweight::cpu {
-void recurrent_backward(const DeltaRuleBackwardProblem& problem, const Context& context) { reference_backward(problem, context); }
+#include "cpu/delta_rule/work.h"
+#include "cpu/parallel.h"
+#include "cpu/simd/targets.h"
+#include "ops/workspace.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/delta_rule/recurrent_bwd.cc"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+
+#include "cpu/delta_rule/backward-inl.h"
+#include "cpu/delta_rule/block-inl.h"
+#include "cpu/delta_rule/recurrent-inl.h"
+#include "cpu/delta_rule/state-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fastweight::cpu::HWY_NAMESPACE {
+namespace {
+
+class RecurrentKernel {
+ public:
+  float* bias;  // [max(ld, 16)]
+  float* raw;   // [max(ld, 16)]
+  float* G;     // [panels][ld][kPanel]
+  BlockGradients gradients;
+
+  void carve(Carver& carver, const DeltaRuleBackwardProblem& problem, int64_t ld, int64_t panels, int64_t longest) {
+    const DeltaRuleOptions& options = problem.args.options;
+    ld_ = ld;
+    bias = carver.take<float>(std::max(ld, kBlock));
+    raw = carver.take<float>(std::max(ld, kBlock));
+    G = carver.take<float>(panels * ld * kPanel);
+    gradients.carve(carver, options.gate, ld);
+    block_.carve(carver, options.gate, ld);
+    const bool saved = problem.args.chunk_states.present();
+    const int64_t chunks = saved ? 0 : (longest + options.chunk_size - 1) / options.chunk_size;
+    states_ = carver.take<float>(chunks * panels * ld * kPanel);
+    block_states_ = carver.take<float>((options.chunk_size / kBlock + 1) * panels * ld * kPanel);
+    token_states_ = carver.take<float>(kBlock * ld * kPanel);
+    v_ = carver.take<float>(kBlock * panels * kPanel);
+    beta_ = carver.take<float>(kBlock * panels * kPanel);
+    d_o_ = carver.take<float>(kBlock * panels * kPanel);
+    dv_ = carver.take<float>(kBlock * panels * kPanel);
+    dbeta_ = carver.take<float>(kBlock * panels * kPanel);
+    decayed_ = carver.take<float>(kBlock * ld);
+    prediction_ = carver.take<float>(panels * kPanel);
+    row_sums_ = carver.take<float>(3 * kBlock * ld * kLanes);
+  }
+
+  void open_sequence(const DeltaRuleBackwardProblem& problem, const Head& head, const Sequence& sequence,
+                     const Item& item) {
+    problem_ = &problem;
+    head_ = &head;
+    sequence_ = &sequence;
+    item_ = item;
+    stride_ = item.panels * kPanel;
+    column_ = item.first_panel * kPanel;
+    width_ = std::min(stride_, head.V - column_);
+    state_size_ = item.panels * ld_ * kPanel;
+    const DeltaRuleBackward& args = problem.args;
+    if (args.chunk_states.present() || sequence.length == 0) return;
+
+    float* S = block_states_;
+    if (args.in.initial_state.present()) {
+      load_state(state_of(args.in.initial_state, args.options.state_v_first, head.K, head.V, sequence.index,
+                          item.value_head),
+                 item.first_panel, item.panels, ld_, S);
+    } else {
+      std::memset(S, 0, static_cast<size_t>(state_size_) * sizeof(float));
+    }
+    for (int64_t t = 0; t < sequence.length; t += kBlock) {
+      if (t % args.options.chunk_size == 0) {
+        copy_state(S, states_ + t / args.options.chunk_size * state_size_);
+      }
+      if (t + kBlock < sequence.length) advance(sequence.begin + t, kBlock, S);
+    }
+  }
+
+  int64_t open_chunk(int64_t chunk) {
+    const DeltaRuleBackward& args = problem_->args;
+    chunk_first_ = chunk * args.options.chunk_size;
+    const int64_t tokens = std::min<int64_t>(args.options.chunk_size, sequence_->length - chunk_first_);
+    const int64_t count = round_up(tokens, kBlock) / kBlock;
+    if (args.chunk_states.present()) {
+      load_state(chunk_state_of(args.chunk_states, args.options.state_v_first, head_->K, head_->V, sequence_->batch,
+                                sequence_->first_chunk + chunk, item_.value_head),
+                 item_.first_panel, item_.panels, ld_, block_states_);
+    } else {
+      copy_state(states_ + chunk * state_size_, block_states_);
+    }
+    for (int64_t b = 0; b + 1 < count; ++b) {
+      float* next = block_states_ + (b + 1) * state_size_;
+      copy_state(block_states_ + b * state_size_, next);
+      advance(sequence_->begin + chunk_first_ + b * kBlock, kBlock, next);
+    }
+    return count;
+  }
+
+  const Block& backward_block(int64_t b, int64_t token) {
+    const DeltaRuleBackward& args = problem_->args;
+    const int64_t n = std::min(kBlock, sequence_->begin + sequence_->length - token);
+    load_tokens(token, n);
+    load_d_o(token, n);
+    std::memset(row_sums_, 0, static_cast<size_t>(3 * kBlock * ld_ * kLanes) * sizeof(float));
+    alignas(64) float dbeta[kBlock * kLanes] = {};
+    for (int64_t p = 0; p < item_.panels; ++p) {
+      panel_states(p, block_states_ + b * state_size_ + p * ld_ * kPanel);
+      for (int64_t t = n - 1; t >= 0; --t) backward_token(p, t, dbeta + t * kLanes);
+    }
+    for (int64_t t = 0; t < kBlock; ++t) {
+      gradients.dbeta[t] = sum_of_lanes(load(dbeta + t * kLanes));
+      add_rows(t);
+    }
+    if (args.dv.present()) {
+      store_rows(dv_, stride_, args.dv, head_->batch, token, head_->value_head, n, column_, width_);
+    }
+    if (args.dbeta.present() && beta_per_value_) {
+      beta_adjoint(args.options, beta_, dbeta_, n * stride_);
+      store_rows(dbeta_, stride_, args.dbeta, head_->batch, token, head_->value_head, n, column_, width_);
+    }
+    return block_;
+  }
+
+ private:
+  void copy_state(const float* from, float* to) const {
+    std::memcpy(to, from, static_cast<size_t>(state_size_) * sizeof(float));
+  }
+
+  void load_tokens(int64_t token, int64_t n) {
+    load_block(*head_, token, n, block_);
+    load_rows(problem_->args.in.v, head_->batch, token, head_->value_head, n, column_, width_, v_, stride_);
+    beta_per_value_ = load_beta_rows(*head_, token, n, column_, width_, beta_, stride_);
+    make_decayed_keys(problem_->args.options.gate, block_, decayed_);
+  }
+
+  // The forward, its output thrown away: the same bits as there.
+  void advance(int64_t token, int64_t n, float* S) {
+    load_tokens(token, n);
+    recurrent_tokens(problem_->args.options.gate, block_, decayed_, head_->K, 1.0f, {S, kPanel, ld_ * kPanel},
+                     item_.panels, {v_, beta_per_value_ ? beta_ : nullptr, dv_, stride_}, prediction_);
+  }
+
+  void load_d_o(int64_t token, int64_t n) {
+    const TensorView& d_o = problem_->args.d_o;
+    if (!d_o.present()) {
+      std::memset(d_o_, 0, static_cast<size_t>(kBlock * stride_) * sizeof(float));
+      return;
+    }
+    load_rows(d_o, head_->batch, token, head_->value_head, n, column_, width_, d_o_, stride_);
+    const Vec scale = broadcast(static_cast<float>(problem_->scale));
+    for (int64_t i = 0; i < n * stride_; i += kLanes) store(hn::Mul(scale, load(d_o_ + i)), d_o_ + i);
+  }
+
+  Vec decay_of(int64_t t, int64_t d) const {
+    const bool per_channel = problem_->args.options.gate == Gate::kPerChannel;
+    return broadcast(per_channel ? block_.decay[t * ld_ + d] : block_.decay[t]);
+  }
+  Vec beta_of(int64_t p, int64_t t, int64_t c) const {
+    return beta_per_value_ ? load(beta_ + t * stride_ + p * kPanel + c) : broadcast(block_.beta[t]);
+  }
+
+  // The states of one panel before every token of the block; v's rows become the residuals r.
+  void panel_states(int64_t p, const float* S_first) {
+    for (int64_t t = 0; t < block_.n; ++t) {
+      const float* S = t == 0 ? S_first : token_states_ + t * ld_ * kPanel;
+      if (t == 0) std::memcpy(token_states_, S_first, static_cast<size_t>(ld_ * kPanel) * sizeof(float));
+      float* v = v_ + t * stride_ + p * kPanel;
+      Vec r0 = load(v), r1 = load(v + kLanes);
+      for (int64_t d = 0; d < head_->K; ++d) {
+        const Vec key = broadcast(decayed_[t * ld_ + d]);
+        r0 = fnma(key, load(S + d * kPanel), r0);
+        r1 = fnma(key, load(S + d * kPanel + kLanes), r1);
+      }
+      store(r0, v);
+      store(r1, v + kLanes);
+      if (t + 1 == block_.n) break;
+      const Vec u0 = hn::Mul(beta_of(p, t, 0), r0), u1 = hn::Mul(beta_of(p, t, kLanes), r1);
+      float* next = token_states_ + (t + 1) * ld_ * kPanel;
+      for (int64_t d = 0; d < head_->K; ++d) {
+        const Vec w = decay_of(t, d);
+        const Vec key = broadcast(block_.k[t * ld_ + d]);
+        store(fma(key, u0, hn::Mul(w, load(S + d * kPanel))), next + d * kPanel);
+        store(fma(key, u1, hn::Mul(w, load(S + d * kPanel + kLanes))), next + d * kPanel + kLanes);
+      }
+    }
+  }
+
+  // One panel of one token; sums over columns stay in lanes (row_sums_, dbeta) until all panels are in.
+  void backward_token(int64_t p, int64_t t, float* dbeta) {
+    const int64_t at = t * stride_ + p * kPanel;
+    const float* S = token_states_ + t * ld_ * kPanel;
+    const float* q = block_.q() + t * ld_;
+    const float* k = block_.k + t * ld_;
+    float* G_p = G + p * ld_ * kPanel;
+    float* dq = row_sums_ + t * ld_ * kLanes;
+    float* dk = dq + kBlock * ld_ * kLanes;
+    float* dg = dk + kBlock * ld_ * kLanes;
+    const Vec o0 = load(d_o_ + at), o1 = load(d_o_ + at + kLanes);
+    const Vec r0 = load(v_ + at), r1 = load(v_ + at + kLanes);
+    const Vec beta0 = beta_of(p, t, 0), beta1 = beta_of(p, t, kLanes);
+    const Vec u0 = hn::Mul(beta0, r0), u1 = hn::Mul(beta1, r1);
+    Vec du0 = zero(), du1 = zero();
+    for (int64_t d = 0; d < head_->K; ++d) {
+      float* g = G_p + d * kPanel;
+      const Vec w = decay_of(t, d);
+      const Vec kd = broadcast(k[d]), qd = broadcast(q[d]);
+      const Vec s0 = fma(kd, u0, hn::Mul(w, load(S + d * kPanel)));
+      const Vec s1 = fma(kd, u1, hn::Mul(w, load(S + d * kPanel + kLanes)));
+      const Vec g0 = fma(qd, o0, load(g)), g1 = fma(qd, o1, load(g + kLanes));
+      store(g0, g);
+      store(g1, g + kLanes);
+      du0 = fma(kd, g0, du0);
+      du1 = fma(kd, g1, du1);
+      store(fma(o1, s1, fma(o0, s0, load(dq + d * kLanes))), dq + d * kLanes);
+    }
+    const Vec dv0 = hn::Mul(beta0, du0), dv1 = hn::Mul(beta1, du1);
+    store(dv0, dv_ + at);
+    store(dv1, dv_ + at + kLanes);
+    store(fma(du1, r1, fma(du0, r0, load(dbeta))), dbeta);
+    store(hn::Mul(du0, r0), dbeta_ + at);
+    store(hn::Mul(du1, r1), dbeta_ + at + kLanes);
+    for (int64_t d = 0; d < head_->K; ++d) {
+      float* g = G_p + d * kPanel;
+      const Vec w = decay_of(t, d);
+      const Vec kd = broadcast(k[d]);
+      const Vec sd0 = hn::Mul(w, load(S + d * kPanel)), sd1 = hn::Mul(w, load(S + d * kPanel + kLanes));
+      Vec g0 = load(g), g1 = load(g + kLanes);
+      const Vec written = fma(u1, g1, fma(u0, g0, load(dk + d * kLanes)));
+      store(fnma(dv1, sd1, fnma(dv0, sd0, written)), dk + d * kLanes);
+      g0 = fnma(kd, dv0, g0);
+      g1 = fnma(kd, dv1, g1);
+      store(fma(sd1, g1, fma(sd0, g0, load(dg + d * kLanes))), dg + d * kLanes);
+      store(hn::Mul(w, g0), g);
+      store(hn::Mul(w, g1), g + kLanes);
+    }
+  }
+
+  // Lanes of token t to dq, dk and dg.
+  void add_rows(int64_t t) {
+    const float* dq = row_sums_ + t * ld_ * kLanes;
+    const float* dk = dq + kBlock * ld_ * kLanes;
+    const float* dg = dk + kBlock * ld_ * kLanes;
+    const bool per_channel = problem_->args.options.gate == Gate::kPerChannel;
+    Vec head_sum = zero();
+    for (int64_t d = 0; d < ld_; ++d) {
+      gradients.dq[t * ld_ + d] = sum_of_lanes(load(dq + d * kLanes));
+      gradients.dk[t * ld_ + d] = sum_of_lanes(load(dk + d * kLanes));
+      const Vec lanes = load(dg + d * kLanes);
+      if (per_channel) {
+        gradients.dg[t * ld_ + d] = sum_of_lanes(lanes);
+      } else {
+        head_sum = hn::Add(head_sum, lanes);
+      }
+    }
+    if (!per_channel) gradients.dg[t] = sum_of_lanes(head_sum);
+  }
+
+  const DeltaRuleBackwardProblem* problem_ = nullptr;
+  const Head* head_ = nullptr;
+  const Sequence* sequence_ = nullptr;
+  Item item_{};
+  int64_t ld_ = 0, stride_ = 0, column_ = 0, width_ = 0, state_size_ = 0, chunk_first_ = 0;
+  bool beta_per_value_ = false;
+
+  Block block_;
+  float* states_;        // [chunks][panels][ld][kPanel], before every chunk; empty when the caller saved them
+  float* block_states_;  // [blocks + 1][panels][ld][kPanel], before every block of the chunk
+  float* token_states_;  // [16][ld][kPanel], of one panel before every token of the block
+  float* v_;             // [16][stride]: v, then r
+  float* beta_;          // [16][stride], for one beta per value channel
+  float* d_o_;           // [16][stride], scaled
+  float* dv_;            // [16][stride]
+  float* dbeta_;         // [16][stride], for one beta per value channel
+  float* decayed_;       // [16][ld]
+  float* prediction_;    // [stride]
+  float* row_sums_;      // [3][16][ld][kLanes]: lanes of dq, dk, dg
+};
+
+void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
+  run_backward<RecurrentKernel>(problem, context);
 }
+
+}  // namespace
+}  // namespace fastweight::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace fastweight::cpu {
+
+HWY_EXPORT(backward);
+
+void recurrent_backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
+  HWY_DYNAMIC_DISPATCH(backward)(problem, context);
+}
+
+}  // namespace fastweight::cpu
+#endif
