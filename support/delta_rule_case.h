@@ -21,7 +21,9 @@ struct DeltaRuleSpec {
   DType gate_dtype = DType::kF32;  // g and beta
   bool initial_state = true;
   bool beta_absent = false;
-  bool beta_per_value = false;    // beta is [B, T, HV, V]
+  bool beta_per_value = false;  // beta is [B, T, HV, V]
+  bool a_log_absent = false;    // with a lower bound
+  bool dt_bias_absent = false;
   double gate_divisor = 1;        // precomputed gates are log sigmoid(N(0,1)) / divisor
   double hard_gate_fraction = 0;  // this share of the precomputed gates is -1000
 };
@@ -35,7 +37,8 @@ struct DeltaRuleCase {
   DeltaRuleInputs inputs() const;
 };
 
-// Draws the data, the same for the same seed on every machine. q and k have unit norm unless qk_l2norm is set.
+// Draws the data, the same for the same seed on every machine. q and k have unit norm unless qk_l2norm is set. Raw
+// gates and dt_bias are N(0,1), exp(A_log) is U(1/16, 1), beta is sigmoid(N(0,1)) or its logit, all else N(0,1).
 DeltaRuleCase draw(const DeltaRuleSpec& spec, uint64_t seed);
 
 // The same values in fp64 throughout: what the reference is given to be the oracle.

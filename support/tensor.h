@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <span>
 #include <vector>
 
@@ -11,6 +12,21 @@
 namespace fastweight::support {
 
 size_t element_size(DType dtype);
+
+// Storage that starts on a cache line.
+template <class T>
+struct AlignedAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kAlignment{64};
+
+  AlignedAllocator() = default;
+  template <class Other>
+  AlignedAllocator(const AlignedAllocator<Other>&) {}
+
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kAlignment)); }
+  void deallocate(T* pointer, size_t) { ::operator delete(pointer, kAlignment); }
+  friend bool operator==(const AlignedAllocator&, const AlignedAllocator&) = default;
+};
 
 // Dense, row-major, on the heap (64-byte aligned). Values are read and written as doubles through the flat index,
 // converted with round-to-nearest-even. A default-constructed tensor is absent.
@@ -31,17 +47,17 @@ class Tensor {
   Tensor to(DType dtype) const;  // a converted copy
   std::vector<double> values() const;
 
-  void* data() const { return const_cast<std::byte*>(bytes_.data() + offset_); }
+  void* data() const { return const_cast<std::byte*>(bytes_.data()); }
   TensorView view() const;  // absent for an absent tensor
 
  private:
   DType dtype_ = DType::kF32;
   std::vector<int64_t> shape_;
-  std::vector<std::byte> bytes_;
-  size_t offset_ = 0;  // to the first aligned byte; kept right by copies through the constructors
+  std::vector<std::byte, AlignedAllocator<std::byte>> bytes_;
 };
 
-// err(a, b) = rms(a - b) / (rms(b) + 1e-8), infinite if a holds a NaN that b does not, and the largest |a - b|.
+// err(a, b) = rms(a - b) / (rms(b) + 1e-8) and the largest |a - b|; both infinite if either tensor holds a NaN or the
+// shapes differ. Equal infinities differ by 0.
 struct Difference {
   double relative_rms = 0;
   double max_abs = 0;

@@ -175,6 +175,12 @@ class ChunkKernel {
     const Block& block = blocks_[b];
     load_values(token, block.n);
     load_d_o(token, block.n);
+    prefetch_block(*head_, token - args.options.chunk_size);
+    prefetch_rows(args.in.v, *head_, head_->value_head, token - kBlock, column_, width_);
+    prefetch_rows(args.d_o, *head_, head_->value_head, token - kBlock, column_, width_);
+    prefetch_rows(args.dv, *head_, head_->value_head, token, column_, width_);
+    prefetch_rows(args.dq, *head_, head_->key_head, token, 0, head_->K);
+    prefetch_rows(args.dk, *head_, head_->key_head, token, 0, head_->K);
     const float* S = state_before(b);
     const float* R = block_R(b);
     value_gradients(block, S, R);
@@ -230,6 +236,8 @@ class ChunkKernel {
       load_block(*head_, token, std::min(kBlock, sequence_->length - t), block);
       prepare_block(gate, head_->K, block);
       load_values(token, block.n);
+      prefetch_block(*head_, token + kBlock);
+      prefetch_rows(args.in.v, *head_, head_->value_head, token + kBlock, column_, width_);
       const bool last = t + kBlock >= sequence_->length;
       const int64_t next = t + kBlock;
       const bool chunk_ends = next % args.options.chunk_size == 0;

@@ -124,6 +124,9 @@ void run_item(const DeltaRuleForwardProblem& problem, const Sequence& sequence, 
     const int64_t n = std::min(kBlock, sequence.length - t);
     load_block(head, token, n, block);
     load_rows(args.in.v, sequence.batch, token, item.value_head, n, column, width, scratch.v, stride);
+    prefetch_block(head, token + kBlock);
+    prefetch_rows(args.in.v, head, item.value_head, token + kBlock, column, width);
+    prefetch_rows(args.o, head, item.value_head, token, column, width);
     if (n < kCrossoverTokens) {
       make_decayed_keys(gate, block, scratch.decayed);
       recurrent_tokens(gate, block, scratch.decayed, K, scale, {scratch.S, kPanel, ld * kPanel}, item.panels,

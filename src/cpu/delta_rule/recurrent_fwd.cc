@@ -59,6 +59,9 @@ HWY_INLINE void run_tokens(const DeltaRuleInputs& in, const DeltaRuleOptions& op
     const int64_t n = std::min(kBlock, sequence.length - t);
     load_block(head, token, n, scratch.block);
     load_rows(in.v, sequence.batch, token, item.value_head, n, column, width, scratch.v, stride);
+    prefetch_block(head, token + kBlock);
+    prefetch_rows(in.v, head, item.value_head, token + kBlock, column, width);
+    prefetch_rows(o, head, item.value_head, token, column, width);
     const bool beta_per_value = load_beta_rows(head, token, n, column, width, scratch.beta, stride);
     make_decayed_keys(options.gate, scratch.block, scratch.decayed);
     recurrent_tokens(options.gate, scratch.block, scratch.decayed, head.K, static_cast<float>(scale), S, item.panels,

@@ -1,0 +1,449 @@
+// `fastweight bench`.
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cli/bench_problem.h"
+#include "cli/bench_record.h"
+#include "cli/commands.h"
+#include "cli/flags.h"
+#include "cli/json_output.h"
+#include "cli/machine.h"
+#include "cli/names.h"
+#include "cli/plot.h"
+#include "cli/text.h"
+#include "fastweight/error.h"
+#include "fastweight/info.h"
+
+namespace fastweight::cli {
+namespace {
+
+struct Plan {
+  std::vector<Config> configs;
+  std::vector<std::string> refused;  // named by the user, but there is no such thing
+  bool implementation_named = false;
+  double min_seconds = 0.5;
+  int64_t repeat = 5;
+};
+
+// Keeps the scratch memory of one call for the next, as a program that calls in a loop would.
+class ScratchCache {
+ public:
+  ScratchCache() = default;
+  ~ScratchCache() {
+    for (const auto& [bytes, block] : free_) std::free(block);
+  }
+  ScratchCache(const ScratchCache&) = delete;
+  ScratchCache& operator=(const ScratchCache&) = delete;
+
+  WorkspaceSource source() { return {allocate, release, this}; }
+
+ private:
+  static void* allocate(void* user, size_t bytes) {
+    auto& free = static_cast<ScratchCache*>(user)->free_;
+    const auto block = free.find(bytes);
+    if (block == free.end()) return std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    void* pointer = block->second;
+    free.erase(block);
+    return pointer;
+  }
+  static void release(void* user, void* pointer, size_t bytes) {
+    static_cast<ScratchCache*>(user)->free_.emplace(bytes, pointer);
+  }
+
+  std::multimap<size_t, void*> free_;
+};
+
+// One line on a terminal's stderr that is written over; nothing elsewhere, where the table's rows show the progress.
+class Progress {
+ public:
+  void show(const std::string& text) const {
+    if (terminal_) std::fprintf(stderr, "\r\x1b[K%s", text.c_str());
+  }
+  void clear() const { show(""); }
+
+ private:
+  bool terminal_ = isatty(STDERR_FILENO) != 0;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What to run.
+
+std::vector<Shape> default_shapes(Mode mode, bool quick) {
+  if (mode == Mode::kStep) {
+    if (quick) return {{128, 1, 8, 8, 128, 128}};
+    return {{1, 1, 16, 16, 128, 128}, {64, 1, 16, 16, 128, 128}};
+  }
+  if (quick) return {{1, 1024, 4, 4, 128, 128}};
+  return {{1, 4096, 16, 16, 128, 128}, {4, 512, 8, 8, 64, 64}};
+}
+
+bool known(const std::vector<std::string>& names, const std::string& name) {
+  return std::ranges::find(names, name) != names.end();
+}
+
+// Of one mode. Unless named, the reference is left out: it is there to be right, not to be fast.
+std::vector<std::string> choose_implementations(Mode mode, const std::vector<std::string>& named) {
+  std::vector<std::string> chosen;
+  if (named.empty()) {
+    for (const std::string& name : implementations(mode)) {
+      if (name != "reference") chosen.push_back(name);
+    }
+    if (chosen.empty()) chosen.push_back("reference");
+    return chosen;
+  }
+  for (const std::string& name : named) {
+    if (name == kAutomatic || known(implementations(mode), name)) chosen.push_back(name);
+  }
+  return chosen;
+}
+
+void check_implementation_names(const std::vector<std::string>& named) {
+  std::vector<std::string> all = {kAutomatic};
+  for (Mode mode : kModes) {
+    for (const std::string& name : implementations(mode)) {
+      if (!known(all, name)) all.push_back(name);
+    }
+  }
+  for (const std::string& name : named) {
+    if (!known(all, name)) throw UsageError("--impl: expected one of " + join(all, ", ") + ", got '" + name + "'");
+  }
+}
+
+Plan make_plan(const Flags& flags) {
+  Plan plan;
+  const bool quick = flags.has("--quick");
+  const std::vector<std::string> named = flags.list("--impl");
+  check_implementation_names(named);
+  plan.implementation_named = !named.empty();
+  plan.min_seconds = flags.number("--min-time", quick ? 0.1 : 0.5, 0);
+  plan.repeat = flags.integer("--repeat", quick ? 3 : 5, 1);
+
+  std::vector<Shape> shapes;
+  for (const std::string& text : flags.all("--shape")) shapes.push_back(parse_shape(text));
+  const std::vector<Mode> modes = parse_modes(flags.list("--mode"));
+  for (const Shape& shape : shapes) {
+    const bool needs_tokens = std::ranges::any_of(modes, [](Mode mode) { return mode != Mode::kStep; });
+    if (needs_tokens && shape.T == 0) throw UsageError("--shape: T is missing (only --mode step does without)");
+    if (shape.HV % shape.H != 0) throw UsageError("--shape: HV has to be a multiple of H");
+  }
+  std::vector<int> thread_counts;
+  for (const std::string& text : flags.list("--threads")) {
+    thread_counts.push_back(static_cast<int>(parse_integer("--threads", text, 1)));
+  }
+  if (thread_counts.empty()) thread_counts.push_back(default_num_threads());
+  const int64_t sequences = flags.integer("--varlen", 0, 1);
+  std::vector<DType> dtypes = {DType::kF32};
+  if (flags.has("--dtype")) dtypes = parse_dtypes(flags.list("--dtype"));
+
+  for (Gate gate : parse_ops(flags.list("--op"))) {
+    for (Mode mode : modes) {
+      const std::vector<std::string> chosen = choose_implementations(mode, named);
+      for (const std::string& name : named) {
+        if (flags.has("--mode") && !known(chosen, name)) {
+          plan.refused.push_back(op_name(gate) + " " + mode_name(mode) + " " + name +
+                                 ": there is no such implementation");
+        }
+      }
+      for (Shape shape : shapes.empty() ? default_shapes(mode, quick) : shapes) {
+        if (mode == Mode::kStep) shape.T = 1;
+        for (DType dtype : dtypes) {
+          for (int threads : thread_counts) {
+            for (const std::string& name : chosen) {
+              BenchChoice choice{gate, mode, shape, dtype, 0, flags.has("--saved-states")};
+              if (mode != Mode::kStep && sequences > 0) {
+                if (shape.B != 1) throw UsageError("--varlen: needs shapes with B=1, got " + shape.text());
+                choice.sequences = sequences;
+              }
+              plan.configs.push_back({choice, name, threads});
+            }
+          }
+        }
+      }
+    }
+  }
+  return plan;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Measuring.
+
+double call_ms(const BenchProblem& problem, const Context& context, std::string& implementation) {
+  const auto start = std::chrono::steady_clock::now();
+  implementation = problem.run(context);
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+}
+
+Timing time_config(const BenchProblem& problem, const Config& config, const Plan& plan) {
+  constexpr size_t kMostCalls = 20000;
+  ScratchCache scratch;
+  Context context;
+  context.num_threads = config.threads;
+  context.workspace = scratch.source();
+  if (config.implementation != kAutomatic) context.implementation = config.implementation;
+
+  Timing timing;
+  timing.first_ms = call_ms(problem, context, timing.implementation);
+  // The second call has the scratch memory of the first. Long calls do without: they would gain little.
+  if (timing.first_ms < plan.min_seconds * 1e3) call_ms(problem, context, timing.implementation);
+  std::vector<double> times;
+  double total = 0;
+  while (times.size() < kMostCalls &&
+         (times.size() < static_cast<size_t>(plan.repeat) || total < plan.min_seconds * 1e3)) {
+    times.push_back(call_ms(problem, context, timing.implementation));
+    total += times.back();
+  }
+  std::ranges::sort(times);
+  const size_t count = times.size();
+  timing.calls = static_cast<int64_t>(count);
+  timing.min_ms = times.front();
+  timing.median_ms = (times[(count - 1) / 2] + times[count / 2]) / 2;
+  timing.p90_ms = times[(count * 9 + 9) / 10 - 1];
+  return timing;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Results.
+
+std::string milliseconds(double value) { return value < 1e4 ? format("%.4g", value) : format("%.0f", value); }
+
+void write_text(const std::string& flag, const std::string& path, const std::string& text) {
+  std::ofstream file(path);
+  file << text;
+  file.close();
+  if (!file) throw std::runtime_error(flag + ": cannot write " + path);
+}
+
+// A forward or a backward is measured by the FMA peak, a step by the memcpy rate. One panel for each mode, one group of
+// bars for each shape.
+Chart make_chart(const std::vector<Record>& records, const Machine& machine) {
+  Chart chart{"Delta-rule operators: share of the machine's limits", machine.describe(), {}};
+  bool several_dtypes = false, several_threads = false;
+  for (const Record& record : records) {
+    several_dtypes = several_dtypes || record.config.choice.dtype != records[0].config.choice.dtype;
+    several_threads = several_threads || record.config.threads != records[0].config.threads;
+  }
+  if (!records.empty()) {
+    if (!several_dtypes) chart.subtitle += ", " + dtype_name(records[0].config.choice.dtype);
+    if (!several_threads) chart.subtitle += format(", %d threads", records[0].config.threads);
+  }
+  for (Mode mode : kModes) {
+    const bool step = mode == Mode::kStep;
+    Panel panel{step                     ? "Decoding step"
+                : mode == Mode::kForward ? "Forward"
+                                         : "Backward",
+                step ? "share of the memcpy rate, bytes read and written" : "share of the fp32 FMA peak",
+                {}};
+    std::vector<std::string> limits;
+    for (const Record& record : records) {
+      const BenchChoice& choice = record.config.choice;
+      if (choice.mode != mode) continue;
+      const std::string limit =
+          step ? format("%.1f GB/s", record.limits.memcpy_gbps) : format("%.0f GFLOP/s", record.limits.gflops);
+      const std::string described = several_threads ? limit + format(" on %d threads", record.config.threads) : limit;
+      if (!known(limits, described)) limits.push_back(described);
+      std::string title = choice.shape.text();
+      if (choice.sequences > 0) title += format(", %lld packed sequences", static_cast<long long>(choice.sequences));
+      auto group = std::ranges::find(panel.groups, title, &BarGroup::title);
+      if (group == panel.groups.end()) group = panel.groups.insert(group, {title, {}});
+      std::string label = op_name(choice.gate) + " " + record.timing.implementation;
+      if (several_dtypes) label += " " + dtype_name(choice.dtype);
+      if (several_threads) label += format(" x%d", record.config.threads);
+      const double share = 100 * (step ? record.share_of_memcpy() : record.share_of_peak());
+      const std::string rate = step ? format("%.1f GB/s", record.gbps) : format("%.1f GFLOP/s", record.gflops);
+      const std::string note =
+          format("%.1f %%  (%s, %s ms)", share, rate.c_str(), milliseconds(record.timing.median_ms).c_str());
+      group->bars.push_back({label, op_name(choice.gate), share, note});
+    }
+    if (panel.groups.empty()) continue;
+    panel.axis += " (100 % = " + join(limits, ", ") + ")";
+    chart.panels.push_back(panel);
+  }
+  return chart;
+}
+
+class Bench {
+ public:
+  Bench(Plan plan, Machine machine) : plan_(std::move(plan)), machine_(std::move(machine)), table_(columns()) {}
+
+  // The exit code.
+  int run();
+  const std::vector<Record>& records() const { return records_; }
+
+ private:
+  std::vector<Column> columns() const;
+  const Limits& limits_for(int threads);
+  void measure(const Config& config, const BenchProblem& problem);
+  void decline(const Config& config, const std::string& reason);
+  void note_cached_states(const BenchChoice& choice);
+
+  Plan plan_;
+  Machine machine_;
+  Table table_;
+  Progress progress_;
+  std::map<int, Limits> limits_;
+  std::vector<Record> records_;
+  std::vector<std::string> notes_;
+  bool failed_ = false;
+};
+
+std::vector<Column> Bench::columns() const {
+  size_t implementation = 0, shape = 0;
+  for (const Config& config : plan_.configs) {
+    implementation = std::max(implementation, config.implementation.size());
+    shape = std::max(shape, config.choice.shape.text().size());
+  }
+  return {{"op", 10},
+          {"mode", 4},
+          {"impl", std::max(implementation, size_t{9})},
+          {"dtype", 5},
+          {"thr", 3, true},
+          {"shape", shape},
+          {"median ms", 9, true},
+          {"min", 9, true},
+          {"p90", 9, true},
+          {"first", 9, true},
+          {"GFLOP/s", 7, true},
+          {"% peak", 6, true},
+          {"GB/s", 6, true},
+          {"% memcpy", 8, true}};
+}
+
+const Limits& Bench::limits_for(int threads) {
+  const auto found = limits_.find(threads);
+  return found != limits_.end() ? found->second : limits_.emplace(threads, measure_limits(threads)).first->second;
+}
+
+void Bench::decline(const Config& config, const std::string& reason) {
+  notes_.push_back((plan_.implementation_named ? "failed: " : "skipped: ") + config.text() + ": " + reason);
+  if (plan_.implementation_named) failed_ = true;
+}
+
+void Bench::measure(const Config& config, const BenchProblem& problem) {
+  Record record{config, time_config(problem, config, plan_), limits_for(config.threads)};
+  const Timing& timing = record.timing;
+  record.gflops = problem.flop() / timing.median_ms * 1e-6;
+  record.gbps = problem.bytes() / timing.median_ms * 1e-6;
+  records_.push_back(record);
+  progress_.clear();
+  table_.row({op_name(config.choice.gate), mode_name(config.choice.mode), timing.implementation,
+              dtype_name(config.choice.dtype), std::to_string(config.threads), config.choice.shape.text(),
+              milliseconds(timing.median_ms), milliseconds(timing.min_ms), milliseconds(timing.p90_ms),
+              milliseconds(timing.first_ms), format("%.1f", record.gflops),
+              format("%.1f", 100 * record.share_of_peak()), format("%.1f", record.gbps),
+              format("%.1f", 100 * record.share_of_memcpy())});
+}
+
+void Bench::note_cached_states(const BenchChoice& choice) {
+  if (choice.mode != Mode::kStep) return;
+  const Shape& s = choice.shape;
+  const double bytes = 4.0 * static_cast<double>(s.B * s.HV * s.K * s.V);
+  if (bytes >= 2.0 * static_cast<double>(machine_.last_level_cache_bytes())) return;
+  const std::string note = "note: step " + s.text() + format(": %.3g MiB of states, ", bytes / (1 << 20)) +
+                           "which stay in the caches in part or as a whole";
+  if (!known(notes_, note)) notes_.push_back(note);
+}
+
+int Bench::run() {
+  std::printf("%s\n", machine_.describe().c_str());
+  for (const Config& config : plan_.configs) {
+    if (limits_.contains(config.threads)) continue;
+    progress_.show("measuring the machine's limits");
+    const Limits& limits = limits_for(config.threads);
+    progress_.clear();
+    std::printf("limits, %d threads: fp32 FMA peak %.1f GFLOP/s, memcpy %.1f GB/s (bytes read + written)\n",
+                config.threads, limits.gflops, limits.memcpy_gbps);
+  }
+  std::printf("\n");
+  table_.header();
+
+  // Neighbours in the list differ in implementation and threads only, and share their data.
+  std::unique_ptr<BenchProblem> problem;
+  std::string problem_text;
+  for (size_t i = 0; i < plan_.configs.size(); ++i) {
+    const Config& config = plan_.configs[i];
+    progress_.show(format("[%zu/%zu] ", i + 1, plan_.configs.size()) + config.text());
+    try {
+      const BenchChoice& choice = config.choice;
+      const std::string text =
+          op_name(choice.gate) + mode_name(choice.mode) + dtype_name(choice.dtype) + choice.shape.text();
+      if (problem == nullptr || text != problem_text) {
+        problem.reset();
+        problem = std::make_unique<BenchProblem>(choice);
+        problem_text = text;
+        note_cached_states(choice);
+      }
+      measure(config, *problem);
+    } catch (const Error& error) {
+      decline(config, error.what());
+    }
+  }
+  progress_.clear();
+  for (const std::string& refused : plan_.refused) notes_.push_back("failed: " + refused);
+  if (!notes_.empty()) std::printf("\n");
+  for (const std::string& note : notes_) std::printf("%s\n", note.c_str());
+  return failed_ || !plan_.refused.empty() ? 1 : 0;
+}
+
+}  // namespace
+
+int run_bench(const std::vector<std::string>& arguments) {
+  const Flags flags({{"--op", "NAMES", "delta_rule, gdn (gated_delta_rule), kda (default: all)"},
+                     {"--mode", "NAMES", "fwd, bwd, step (default: all)"},
+                     {"--impl", "NAMES", "as `fastweight info` lists them, or auto (default: all but the reference)"},
+                     {"--dtype", "NAMES", "fp32, bf16, fp16 (default: fp32)"},
+                     {"--threads", "COUNTS", "threads per call (default: every core)"},
+                     {"--shape", "SHAPE",
+                      "B=1,T=4096,H=16,K=128,V=128; HV= where it differs from H; may be repeated.\n"
+                      "A step takes one token for each of B states, whatever T is: choose B so that\n"
+                      "the states (4 B HV K V bytes) exceed the caches"},
+                     {"--varlen", "N", "cut T into N packed sequences of growing length (fwd, bwd)"},
+                     {"--saved-states", "", "the forward writes the chunk states and the backward reads them"},
+                     {"--min-time", "SECONDS", "measure each configuration at least this long (default: 0.5)"},
+                     {"--repeat", "N", "and at least this many times (default: 5)"},
+                     {"--quick", "", "small problems and short measurements"},
+                     {"--json", "FILE", "write the results as a list of records"},
+                     {"--plot", "FILE", "write a bar chart as SVG"}},
+                    arguments);
+  if (flags.help()) {
+    std::printf(
+        "usage: fastweight bench [FLAGS]\n\n"
+        "Times calls of the public API on prepared, touched buffers, with scratch memory kept from call to call, "
+        "after\n"
+        "a warm-up; `first` is the very first call of a configuration. GFLOP/s count F = 6KV + 64(K+V) per token and\n"
+        "value head forward, 3F backward, 7KV for a step. GB/s count every input and output tensor once, the states "
+        "of\n"
+        "a step twice, read and written. Both are set against what this machine does in the same run on the same "
+        "number\n"
+        "of threads: fp32 multiply-adds on registers, and memcpy of large buffers, bytes read plus bytes written.\n\n"
+        "NAMES and COUNTS are comma lists, and their flags may be repeated.\n\n%s",
+        flags.description().c_str());
+    return 0;
+  }
+  Plan plan = make_plan(flags);
+  for (const char* flag : {"--json", "--plot"}) {
+    // Now rather than after the measurements.
+    const std::string path = flags.text(flag, "");
+    if (flags.has(flag) && !std::ofstream(path, std::ios::app)) throw UsageError(flag + (": cannot write " + path));
+  }
+  const Machine machine = find_machine();
+  const double first_ms = time_tiny_call(plan.configs.empty() ? 0 : plan.configs[0].threads);
+  std::printf("first call of the process, which starts the threads: %.2f ms\n", first_ms);
+  Bench bench(std::move(plan), machine);
+  const int code = bench.run();
+  if (flags.has("--json")) write_text("--json", flags.text("--json", ""), to_json(bench.records(), machine));
+  if (flags.has("--plot")) write_text("--plot", flags.text("--plot", ""), to_svg(make_chart(bench.records(), machine)));
+  return code;
+}
+
+}  // namespace fastweight::cli

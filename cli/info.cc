@@ -1,0 +1,66 @@
+// `fastweight info`.
+#include "fastweight/info.h"
+
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+#include "cli/flags.h"
+#include "cli/json_output.h"
+#include "cli/machine.h"
+#include "cli/names.h"
+#include "cli/text.h"
+
+namespace fastweight::cli {
+namespace {
+
+std::string byte_count(int64_t bytes) {
+  return bytes >= 1 << 20 ? format("%g MiB", static_cast<double>(bytes) / (1 << 20))
+                          : format("%g KiB", static_cast<double>(bytes) / (1 << 10));
+}
+
+void print_text(const Machine& machine, double first_ms, double second_ms) {
+  std::vector<std::string> caches;
+  for (const Cache& cache : machine.caches) caches.push_back(cache.name() + " " + byte_count(cache.bytes));
+  std::printf("fastweight    %s\n", version().c_str());
+  std::printf("compiler      %s\n", machine.compiler.c_str());
+  std::printf("system        %s\n", machine.system.c_str());
+  std::printf("cpu           %s\n", machine.cpu.c_str());
+  std::printf("cores         %d, of which a call uses %d unless told otherwise\n", machine.cores,
+              machine.default_threads);
+  std::printf("caches        %s\n", caches.empty() ? "unknown" : join(caches, ", ").c_str());
+  std::printf("features      %s\n", machine.features.empty() ? "unknown" : join(machine.features, " ").c_str());
+  std::printf("SIMD target   %s\n", machine.target.c_str());
+  std::printf("built for     %s\n", join(cpu_targets(), ", ").c_str());
+  std::printf("devices       cpu; cuda: not built\n");
+  std::printf("first call    %.2f ms (starts the threads), the next one %.3f ms\n", first_ms, second_ms);
+  std::printf("\nimplementations, most special first:\n\n");
+  const Table table({{"operator", 10}, {"mode", 4}, {"implementations", 0}});
+  table.header();
+  for (Gate gate : kOps) {
+    for (Mode mode : kModes) table.row({op_name(gate), mode_name(mode), join(implementations(mode), ", ")});
+  }
+}
+
+}  // namespace
+
+int run_info(const std::vector<std::string>& arguments) {
+  const Flags flags({{"--json", "", "print JSON instead of text"}}, arguments);
+  if (flags.help()) {
+    std::printf("usage: fastweight info [FLAGS]\n\nWhat this build is and what it found on this machine.\n\n%s",
+                flags.description().c_str());
+    return 0;
+  }
+  const Machine machine = find_machine();
+  const double first_ms = time_tiny_call(0);
+  const double second_ms = time_tiny_call(0);
+  if (flags.has("--json")) {
+    std::printf("%s", to_json(machine, first_ms, second_ms).c_str());
+  } else {
+    print_text(machine, first_ms, second_ms);
+  }
+  return 0;
+}
+
+}  // namespace fastweight::cli

@@ -1,0 +1,79 @@
+#include "cli/names.h"
+
+#include <algorithm>
+
+#include "cli/flags.h"
+#include "cli/text.h"
+
+namespace fastweight::cli {
+namespace {
+
+template <class T>
+struct Word {
+  const char* text;
+  T meaning;
+};
+
+// Of several words with one meaning, the first is the one that we print.
+constexpr Word<Gate> kOpWords[] = {{"delta_rule", Gate::kNone},
+                                   {"gdn", Gate::kPerHead},
+                                   {"kda", Gate::kPerChannel},
+                                   {"gated_delta_rule", Gate::kPerHead}};
+constexpr Word<Mode> kModeWords[] = {{"fwd", Mode::kForward},
+                                     {"bwd", Mode::kBackward},
+                                     {"step", Mode::kStep},
+                                     {"forward", Mode::kForward},
+                                     {"backward", Mode::kBackward}};
+constexpr Word<DType> kDTypeWords[] = {{"fp32", DType::kF32}, {"bf16", DType::kBF16}, {"fp16", DType::kF16}};
+
+template <class T, size_t kCount>
+std::string name_of(const Word<T> (&words)[kCount], T meaning) {
+  for (const Word<T>& word : words) {
+    if (word.meaning == meaning) return word.text;
+  }
+  return "?";
+}
+
+template <class T, size_t kCount>
+std::vector<T> parse(const char* flag, const Word<T> (&words)[kCount], const std::vector<std::string>& values) {
+  std::vector<T> meanings;
+  for (const std::string& value : values) {
+    const auto word = std::ranges::find_if(words, [&](const Word<T>& w) { return value == w.text; });
+    if (word == std::end(words)) {
+      std::vector<std::string> known;
+      for (const Word<T>& w : words) known.push_back(w.text);
+      throw UsageError(std::string(flag) + ": expected one of " + join(known, ", ") + ", got '" + value + "'");
+    }
+    if (std::ranges::find(meanings, word->meaning) == meanings.end()) meanings.push_back(word->meaning);
+  }
+  return meanings;
+}
+
+}  // namespace
+
+std::string op_name(Gate gate) { return name_of(kOpWords, gate); }
+std::string mode_name(Mode mode) { return name_of(kModeWords, mode); }
+std::string dtype_name(DType dtype) { return name_of(kDTypeWords, dtype); }
+
+std::vector<Gate> parse_ops(const std::vector<std::string>& values) {
+  return values.empty() ? std::vector(kOps.begin(), kOps.end()) : parse("--op", kOpWords, values);
+}
+
+std::vector<Mode> parse_modes(const std::vector<std::string>& values) {
+  return values.empty() ? std::vector(kModes.begin(), kModes.end()) : parse("--mode", kModeWords, values);
+}
+
+std::vector<DType> parse_dtypes(const std::vector<std::string>& values) {
+  return values.empty() ? std::vector(kDTypes.begin(), kDTypes.end()) : parse("--dtype", kDTypeWords, values);
+}
+
+std::vector<std::string> implementations(Mode mode) {
+  const char* const long_name = mode == Mode::kForward ? "forward" : mode == Mode::kBackward ? "backward" : "step";
+  std::vector<std::string> names;
+  for (const ImplementationInfo& info : delta_rule_implementations()) {
+    if (info.mode == long_name && info.device == "cpu") names.push_back(info.name);
+  }
+  return names;
+}
+
+}  // namespace fastweight::cli

@@ -1,0 +1,157 @@
+/* The C interface: plain C99, no exceptions, a stable layout.
+ *
+ * Every struct but fw_tensor begins with its size, which the matching _init function sets together with the defaults.
+ * Fields are only ever added at the end, and a later library takes the smaller structs of earlier headers, so a program
+ * keeps working without being rebuilt. A tensor that is all zeros is absent.
+ *
+ * Functions return FW_OK or a status; fw_last_error() then says what was wrong, and no output has been written, except
+ * by FW_OUT_OF_MEMORY and FW_INTERNAL_ERROR, which leave the outputs undefined. What each argument means stands in
+ * fastweight/delta_rule.h and fastweight/context.h. Any number of threads may call at the same time.
+ */
+#ifndef FASTWEIGHT_C_API_H_
+#define FASTWEIGHT_C_API_H_
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define FW_API __attribute__((visibility("default")))
+#else
+#define FW_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum fw_status {
+  FW_OK = 0,
+  FW_INVALID_ARGUMENT = 1, /* the text names the argument, what was expected and what was found */
+  FW_UNSUPPORTED = 2,      /* valid, but no implementation takes it; the text lists each one's reason */
+  FW_OUT_OF_MEMORY = 3,
+  FW_DEVICE_ERROR = 4,
+  FW_INTERNAL_ERROR = 5
+} fw_status;
+
+enum { FW_F32 = 0, FW_BF16 = 1, FW_F16 = 2, FW_F64 = 3, FW_I32 = 4, FW_I64 = 5 }; /* dtype */
+enum { FW_CPU = 0, FW_CUDA = 1 };                                                 /* device_type */
+enum { FW_GATE_NONE = 0, FW_GATE_PER_HEAD = 1, FW_GATE_PER_CHANNEL = 2 };         /* gate */
+
+#define FW_MAX_RANK 5
+#define FW_UNSET ((double)INFINITY) /* scale, lower_bound: the default */
+
+/* A view: it never owns memory. Strides count elements. */
+typedef struct fw_tensor {
+  void* data;
+  int32_t dtype;
+  int32_t device_type;
+  int32_t device_index;
+  int32_t rank;
+  int64_t shape[FW_MAX_RANK];
+  int64_t strides[FW_MAX_RANK];
+} fw_tensor;
+
+typedef struct fw_context {
+  size_t struct_size;
+  int32_t device_type;
+  int32_t device_index;
+  void* stream;
+  int32_t num_threads; /* 0: every core of the process */
+  int32_t verbose;
+  void* (*allocate)(void* user, size_t bytes); /* scratch memory, aligned to 64; null: the heap */
+  void (*release)(void* user, void* pointer, size_t bytes);
+  void* allocate_user;
+  const char* implementation;                /* run this one or fail; null or empty: choose */
+  void (*log)(void* user, const char* line); /* receives the verbose lines; null: stderr */
+  void* log_user;
+} fw_context;
+
+typedef struct fw_delta_rule_options {
+  size_t struct_size;
+  int32_t gate;
+  int32_t chunk_size;
+  double scale;       /* FW_UNSET: K^-0.5 */
+  double lower_bound; /* FW_UNSET: none */
+  int32_t state_v_first;
+  int32_t qk_l2norm;
+  int32_t beta_sigmoid;
+  int32_t allow_neg_eigval;
+  int32_t gate_in_kernel;
+  int32_t safe_gate;
+} fw_delta_rule_options;
+
+typedef struct fw_delta_rule_inputs {
+  size_t struct_size;
+  fw_tensor q;             /* [B, T, H, K] */
+  fw_tensor k;             /* [B, T, H, K] */
+  fw_tensor v;             /* [B, T, HV, V] */
+  fw_tensor g;             /* per head [B, T, HV]; per channel [B, T, HV, K] */
+  fw_tensor beta;          /* [B, T, HV] or [B, T, HV, V]; absent: 1 */
+  fw_tensor a_log;         /* [HV] */
+  fw_tensor dt_bias;       /* [HV] per head, [HV * K] or [HV, K] per channel */
+  fw_tensor initial_state; /* [N, HV, K, V]; absent: 0 */
+  fw_tensor cu_seqlens;    /* [N + 1] */
+} fw_delta_rule_inputs;
+
+typedef struct fw_delta_rule_forward_args {
+  size_t struct_size;
+  const fw_delta_rule_inputs* inputs;
+  const fw_delta_rule_options* options;
+  fw_tensor o;            /* [B, T, HV, V] */
+  fw_tensor final_state;  /* [N, HV, K, V]; optional */
+  fw_tensor chunk_states; /* [B, NT, HV, K, V]; optional */
+} fw_delta_rule_forward_args;
+
+typedef struct fw_delta_rule_backward_args {
+  size_t struct_size;
+  const fw_delta_rule_inputs* inputs;
+  const fw_delta_rule_options* options;
+  fw_tensor d_o;                                                      /* [B, T, HV, V]; absent: 0 */
+  fw_tensor d_final_state;                                            /* [N, HV, K, V]; absent: 0 */
+  fw_tensor chunk_states;                                             /* the forward's; optional */
+  fw_tensor dq, dk, dv, dg, dbeta, da_log, ddt_bias, d_initial_state; /* each optional */
+} fw_delta_rule_backward_args;
+
+typedef struct fw_delta_rule_step_args {
+  size_t struct_size;
+  const fw_delta_rule_inputs* inputs; /* without initial_state */
+  const fw_delta_rule_options* options;
+  fw_tensor state;         /* [slots, HV, K, V], read and written */
+  fw_tensor state_indices; /* [N]: the slot of each sequence, -1: skip it; optional */
+  fw_tensor o;             /* [B, T, HV, V] */
+} fw_delta_rule_step_args;
+
+FW_API const char* fw_version(void);
+
+/* What the last failed call of this thread had to say; never null. Valid until the thread's next failed call. */
+FW_API const char* fw_last_error(void);
+
+/* A dense, row-major tensor in host memory. Only tensors that a call writes are written to. */
+FW_API fw_tensor fw_tensor_dense(const void* data, int32_t dtype, int32_t rank, const int64_t* shape);
+
+/* The struct's size and defaults; null is ignored. */
+FW_API void fw_context_init(fw_context* context);
+FW_API void fw_delta_rule_options_init(fw_delta_rule_options* options);
+FW_API void fw_delta_rule_inputs_init(fw_delta_rule_inputs* inputs);
+FW_API void fw_delta_rule_forward_args_init(fw_delta_rule_forward_args* args);
+FW_API void fw_delta_rule_backward_args_init(fw_delta_rule_backward_args* args);
+FW_API void fw_delta_rule_step_args_init(fw_delta_rule_step_args* args);
+
+/* `implementation` may be null; otherwise it receives the name of what ran, which lives as long as the program. */
+FW_API fw_status fw_delta_rule_forward(const fw_context* context, const fw_delta_rule_forward_args* args,
+                                       const char** implementation);
+FW_API fw_status fw_delta_rule_backward(const fw_context* context, const fw_delta_rule_backward_args* args,
+                                        const char** implementation);
+FW_API fw_status fw_delta_rule_step(const fw_context* context, const fw_delta_rule_step_args* args,
+                                    const char** implementation);
+
+/* NT, the chunks along axis 1 of chunk_states. `cu_seqlens` may be null: one length for all. */
+FW_API fw_status fw_delta_rule_num_chunks(int64_t tokens, const fw_tensor* cu_seqlens, int32_t chunk_size,
+                                          int64_t* num_chunks);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* FASTWEIGHT_C_API_H_ */

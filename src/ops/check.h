@@ -1,0 +1,71 @@
+// The words that all validation uses. Each function returns when the argument is as expected and otherwise throws
+// Error(kInvalidArgument) with a message of one form: `k: expected shape [2, 128, 4, 64], got [2, 128, 4, 32]`.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <span>
+#include <string>
+
+#include "fastweight/context.h"
+#include "fastweight/tensor.h"
+
+namespace fastweight::check {
+
+[[noreturn]] void invalid(const char* name, const std::string& expected, const std::string& got);
+
+// An expected shape.
+struct Shape {
+  Shape(std::initializer_list<int64_t> extents);
+  std::array<int64_t, kMaxRank> extents{};
+  int32_t rank = 0;
+};
+
+std::string text(DType dtype);
+std::string text(Device device);
+std::string text(double number);
+std::string shape_text(const TensorView& view);
+std::string strides_text(const TensorView& view);
+
+int64_t element_size(DType dtype);
+bool is_floating(DType dtype);
+bool is_empty(const TensorView& view);  // no elements
+bool is_dense(const TensorView& view);  // row-major without gaps
+
+// Element `index` of an int32 or int64 vector in host memory.
+int64_t integer_at(const TensorView& view, int64_t index);
+
+// Presence.
+void present(const char* name, const TensorView& view);
+void absent(const char* name, const TensorView& view, const char* why);
+
+// What must hold for any view, whatever it is for: rank, type and device in range, extents and strides not negative,
+// element count and byte extent within int64, and, with elements, a pointer aligned to the element size.
+void well_formed(const char* name, const TensorView& view);
+
+void on_device(const char* name, const TensorView& view, Device device);
+void rank(const char* name, const TensorView& view, int32_t expected);
+void shape(const char* name, const TensorView& view, const Shape& expected);
+void dtype(const char* name, const TensorView& view, std::initializer_list<DType> expected);
+void floating(const char* name, const TensorView& view);
+void in_range(const char* name, int64_t value, int64_t low, int64_t high);
+
+// A [count] vector of int32 or int64 that is not a broadcast.
+void integer_vector(const char* name, const TensorView& view);
+
+void context(const Context& context);
+
+// Memory. A view that is written must have elements of its own: none twice, and none of another view of the call.
+// Both tests are sufficient conditions; they accept every dense view and every slice of a packed buffer.
+bool has_distinct_elements(const TensorView& view);
+bool are_apart(const TensorView& a, const TensorView& b);
+
+struct Argument {
+  const char* name;
+  const TensorView* view;
+  bool written;
+};
+void memory(std::span<const Argument> arguments);
+
+}  // namespace fastweight::check

@@ -1,0 +1,279 @@
+#include "support/delta_rule_case.h"
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <numbers>
+
+namespace fastweight::support {
+namespace {
+
+// splitmix64 and Box-Muller: the standard library's distributions differ between platforms.
+class Random {
+ public:
+  Random(uint64_t seed, uint64_t stream) : state_(seed * 0x9e3779b97f4a7c15 + stream * 0xd1342543de82ef95) { next(); }
+
+  double uniform() { return (static_cast<double>(next() >> 11) + 0.5) * 0x1p-53; }  // in (0, 1)
+
+  double normal() {
+    if (has_spare_) {
+      has_spare_ = false;
+      return spare_;
+    }
+    const double radius = std::sqrt(-2 * std::log(uniform()));
+    const double angle = 2 * std::numbers::pi * uniform();
+    spare_ = radius * std::sin(angle);
+    has_spare_ = true;
+    return radius * std::cos(angle);
+  }
+
+ private:
+  uint64_t next() {
+    state_ += 0x9e3779b97f4a7c15;
+    uint64_t z = state_;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+    return z ^ (z >> 31);
+  }
+
+  uint64_t state_;
+  bool has_spare_ = false;
+  double spare_ = 0;
+};
+
+// Every tensor has its own stream: leaving one out does not change the others.
+enum Stream : uint64_t { kQ = 1, kK, kV, kG, kBeta, kALog, kDtBias, kInitialState, kDO, kDFinalState };
+
+double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+
+template <class Draw>
+Tensor drawn(DType dtype, std::vector<int64_t> shape, const Draw& draw_one) {
+  Tensor tensor(dtype, std::move(shape));
+  for (int64_t i = 0; i < tensor.size(); ++i) tensor.set(i, draw_one());
+  return tensor;
+}
+
+Tensor normals(DType dtype, std::vector<int64_t> shape, uint64_t seed, Stream stream) {
+  Random random(seed, stream);
+  return drawn(dtype, std::move(shape), [&] { return random.normal(); });
+}
+
+Tensor unit_rows(const Tensor& x) {
+  const int64_t width = x.shape().back();
+  Tensor result = x;
+  for (int64_t row = 0; row < x.size(); row += width) {
+    double squares = 0;
+    for (int64_t i = row; i < row + width; ++i) squares += x[i] * x[i];
+    const double norm = std::sqrt(squares);
+    for (int64_t i = row; i < row + width; ++i) result.set(i, norm > 0 ? x[i] / norm : 0);
+  }
+  return result;
+}
+
+Tensor draw_gate(const DeltaRuleSpec& spec, std::vector<int64_t> shape, uint64_t seed) {
+  Random random(seed, kG);
+  return drawn(spec.gate_dtype, std::move(shape), [&] {
+    const double x = random.normal(), lot = random.uniform();
+    if (spec.options.gate_in_kernel) return x;
+    double g = std::log(sigmoid(x)) / spec.gate_divisor;
+    if (lot < spec.hard_gate_fraction) g = -1000;
+    return spec.options.safe_gate ? std::max(g, -5.0) : g;
+  });
+}
+
+// The type of results that accumulate: fp32, or double throughout.
+DType wide(const DeltaRuleSpec& spec) { return spec.dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
+
+int64_t num_sequences(const DeltaRuleSpec& spec) {
+  return spec.cu_seqlens.empty() ? spec.B : static_cast<int64_t>(spec.cu_seqlens.size()) - 1;
+}
+
+std::vector<int64_t> state_shape(const DeltaRuleSpec& spec) {
+  if (spec.options.state_v_first) return {num_sequences(spec), spec.HV, spec.V, spec.K};
+  return {num_sequences(spec), spec.HV, spec.K, spec.V};
+}
+
+Tensor poisoned(DType dtype, std::vector<int64_t> shape) {
+  Tensor tensor(dtype, std::move(shape));
+  tensor.fill(std::numeric_limits<double>::quiet_NaN());
+  return tensor;
+}
+
+// An output for the gradient of x; absent if x is.
+Tensor poisoned_like(const Tensor& x) { return x.present() ? poisoned(x.dtype(), x.shape()) : Tensor(); }
+
+}  // namespace
+
+std::string DeltaRuleCase::op() const {
+  switch (spec.options.gate) {
+    case Gate::kNone:
+      return "delta_rule";
+    case Gate::kPerHead:
+      return "gdn";
+    case Gate::kPerChannel:
+      return "kda";
+  }
+  return "";
+}
+
+DeltaRuleInputs DeltaRuleCase::inputs() const {
+  DeltaRuleInputs in;
+  in.q = q.view();
+  in.k = k.view();
+  in.v = v.view();
+  in.g = g.view();
+  in.beta = beta.view();
+  in.a_log = a_log.view();
+  in.dt_bias = dt_bias.view();
+  in.initial_state = initial_state.view();
+  in.cu_seqlens = cu_seqlens.view();
+  return in;
+}
+
+DeltaRuleCase draw(const DeltaRuleSpec& spec, uint64_t seed) {
+  const int64_t B = spec.B, T = spec.T, H = spec.H, HV = spec.HV, K = spec.K, V = spec.V;
+  const DeltaRuleOptions& options = spec.options;
+  const bool per_channel = options.gate == Gate::kPerChannel;
+  DeltaRuleCase result;
+  result.spec = spec;
+
+  // Normalised before the rounding to the type of the tensor.
+  const auto draw_qk = [&](Stream stream) {
+    const Tensor raw = normals(DType::kF64, {B, T, H, K}, seed, stream);
+    return (options.qk_l2norm ? raw : unit_rows(raw)).to(spec.dtype);
+  };
+  result.q = draw_qk(kQ);
+  result.k = draw_qk(kK);
+  result.v = normals(spec.dtype, {B, T, HV, V}, seed, kV);
+
+  if (options.gate != Gate::kNone) {
+    std::vector<int64_t> shape{B, T, HV};
+    if (per_channel) shape.push_back(K);
+    result.g = draw_gate(spec, std::move(shape), seed);
+    if (options.gate_in_kernel) {
+      if (!spec.a_log_absent) {
+        Random random(seed, kALog);
+        result.a_log = drawn(wide(spec), {HV}, [&] { return std::log((1 + 15 * random.uniform()) / 16); });
+      }
+      if (!spec.dt_bias_absent) {
+        result.dt_bias = normals(wide(spec), {per_channel ? HV * K : HV}, seed, kDtBias);
+      }
+    }
+  }
+  if (!spec.beta_absent) {
+    std::vector<int64_t> shape{B, T, HV};
+    if (spec.beta_per_value) shape.push_back(V);
+    Random random(seed, kBeta);
+    result.beta = drawn(spec.gate_dtype, std::move(shape), [&] {
+      const double x = random.normal();
+      return options.beta_sigmoid ? x : sigmoid(x);
+    });
+  }
+  if (spec.initial_state) result.initial_state = normals(wide(spec), state_shape(spec), seed, kInitialState);
+  if (!spec.cu_seqlens.empty()) {
+    const std::vector<double> offsets(spec.cu_seqlens.begin(), spec.cu_seqlens.end());
+    result.cu_seqlens = Tensor(DType::kI64, {static_cast<int64_t>(offsets.size())}, offsets);
+  }
+  result.d_o = normals(spec.dtype, {B, T, HV, V}, seed, kDO);
+  result.d_final_state = normals(wide(spec), state_shape(spec), seed, kDFinalState);
+  return result;
+}
+
+DeltaRuleCase in_double(const DeltaRuleCase& problem) {
+  DeltaRuleCase result = problem;
+  result.spec.dtype = DType::kF64;
+  result.spec.gate_dtype = DType::kF64;
+  for (Tensor* tensor : {&result.q, &result.k, &result.v, &result.g, &result.beta, &result.a_log, &result.dt_bias,
+                         &result.initial_state, &result.d_o, &result.d_final_state}) {
+    *tensor = tensor->to(DType::kF64);
+  }
+  return result;
+}
+
+std::vector<std::pair<std::string, const Tensor*>> DeltaRuleResults::named() const {
+  const std::array<std::pair<const char*, const Tensor*>, 11> all{{{"o", &o},
+                                                                   {"final_state", &final_state},
+                                                                   {"chunk_states", &chunk_states},
+                                                                   {"dq", &dq},
+                                                                   {"dk", &dk},
+                                                                   {"dv", &dv},
+                                                                   {"dg", &dg},
+                                                                   {"dbeta", &dbeta},
+                                                                   {"da_log", &da_log},
+                                                                   {"ddt_bias", &ddt_bias},
+                                                                   {"d_initial_state", &d_initial_state}}};
+  std::vector<std::pair<std::string, const Tensor*>> result;
+  for (const auto& [name, tensor] : all) {
+    if (tensor->present()) result.emplace_back(name, tensor);
+  }
+  return result;
+}
+
+DeltaRuleResults forward(const DeltaRuleCase& problem, const Context& context, bool chunk_states) {
+  const DeltaRuleSpec& spec = problem.spec;
+  DeltaRuleResults results;
+  results.o = poisoned(spec.dtype, problem.v.shape());
+  results.final_state = poisoned(wide(spec), state_shape(spec));
+  if (chunk_states) {
+    std::vector<int64_t> shape = state_shape(spec);
+    shape[0] = delta_rule_num_chunks(spec.T, problem.cu_seqlens.view(), spec.options.chunk_size);
+    shape.insert(shape.begin(), spec.B);
+    results.chunk_states = poisoned(wide(spec), shape);
+  }
+  DeltaRuleForward args;
+  args.in = problem.inputs();
+  args.options = spec.options;
+  args.o = results.o.view();
+  args.final_state = results.final_state.view();
+  args.chunk_states = results.chunk_states.view();
+  results.implementation = delta_rule_forward(context, args);
+  return results;
+}
+
+DeltaRuleResults backward(const DeltaRuleCase& problem, const Context& context, const Tensor& saved) {
+  const DeltaRuleSpec& spec = problem.spec;
+  DeltaRuleResults results;
+  results.dq = poisoned_like(problem.q);
+  results.dk = poisoned_like(problem.k);
+  results.dv = poisoned_like(problem.v);
+  results.dg = poisoned_like(problem.g);
+  results.dbeta = poisoned_like(problem.beta);
+  results.da_log = poisoned_like(problem.a_log);
+  results.ddt_bias = poisoned_like(problem.dt_bias);
+  if (problem.initial_state.present()) results.d_initial_state = poisoned(wide(spec), state_shape(spec));
+
+  DeltaRuleBackward args;
+  args.in = problem.inputs();
+  args.options = spec.options;
+  args.d_o = problem.d_o.view();
+  args.d_final_state = problem.d_final_state.view();
+  args.chunk_states = saved.view();
+  args.dq = results.dq.view();
+  args.dk = results.dk.view();
+  args.dv = results.dv.view();
+  args.dg = results.dg.view();
+  args.dbeta = results.dbeta.view();
+  args.da_log = results.da_log.view();
+  args.ddt_bias = results.ddt_bias.view();
+  args.d_initial_state = results.d_initial_state.view();
+  results.implementation = delta_rule_backward(context, args);
+  return results;
+}
+
+DeltaRuleResults step(const DeltaRuleCase& problem, const Context& context) {
+  const DeltaRuleSpec& spec = problem.spec;
+  DeltaRuleResults results;
+  results.o = poisoned(spec.dtype, problem.v.shape());
+  results.final_state =
+      problem.initial_state.present() ? problem.initial_state.to(wide(spec)) : Tensor(wide(spec), state_shape(spec));
+  DeltaRuleStep args;
+  args.in = problem.inputs();
+  args.in.initial_state = {};
+  args.options = spec.options;
+  args.state = results.final_state.view();
+  args.o = results.o.view();
+  results.implementation = delta_rule_step(context, args);
+  return results;
+}
+
+}  // namespace fastweight::support

@@ -1,0 +1,159 @@
+#include "support/golden.h"
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+namespace fastweight::support {
+namespace {
+
+using nlohmann::json;
+
+[[noreturn]] void fail(const std::string& path, const std::string& why) { throw std::runtime_error(path + ": " + why); }
+
+DType dtype_of(const std::string& path, const std::string& name) {
+  const std::map<std::string, DType> types{{"F32", DType::kF32},   {"F64", DType::kF64}, {"F16", DType::kF16},
+                                           {"BF16", DType::kBF16}, {"I32", DType::kI32}, {"I64", DType::kI64}};
+  const auto found = types.find(name);
+  if (found == types.end()) fail(path, "expected a known element type, got " + name);
+  return found->second;
+}
+
+Tensor read_tensor(const std::string& path, const json& entry, const char* data, size_t data_size) {
+  const auto shape = entry.at("shape").get<std::vector<int64_t>>();
+  const auto begin = entry.at("data_offsets").at(0).get<size_t>(), end = entry.at("data_offsets").at(1).get<size_t>();
+  if (shape.empty() || shape.size() > static_cast<size_t>(kMaxRank)) fail(path, "a tensor has 0 or more than 5 axes");
+  if (begin > end || end > data_size) fail(path, "the file is too short for its tensors");
+
+  // Checked before anything is allocated, and without overflow.
+  const DType dtype = dtype_of(path, entry.at("dtype").get<std::string>());
+  size_t bytes = element_size(dtype);
+  for (int64_t extent : shape) {
+    if (extent < 0 || (extent > 0 && bytes > data_size / static_cast<size_t>(extent))) {
+      fail(path, "a shape does not fit the file");
+    }
+    bytes *= static_cast<size_t>(extent);
+  }
+  if (bytes != end - begin) fail(path, "a tensor's extent differs from its shape");
+  Tensor tensor(dtype, shape);
+  if (bytes > 0) std::memcpy(tensor.data(), data + begin, bytes);
+  return tensor;
+}
+
+SafeTensors parse_safetensors(const std::string& path, const std::string& bytes) {
+  constexpr size_t kPrefix = 8;
+  if (bytes.size() < kPrefix) fail(path, "the file is too short for a safetensors header");
+  uint64_t header_size = 0;
+  for (size_t i = 0; i < kPrefix; ++i) {
+    header_size |= static_cast<uint64_t>(static_cast<unsigned char>(bytes[i])) << (8 * i);
+  }
+  if (header_size > bytes.size() - kPrefix) fail(path, "the file is too short for its header");
+  const json header = json::parse(bytes.substr(kPrefix, header_size));
+  if (!header.is_object()) fail(path, "the header is not a JSON object");
+  const size_t data_begin = kPrefix + header_size;
+
+  SafeTensors result;
+  for (const auto& [name, entry] : header.items()) {
+    if (name == "__metadata__") {
+      result.metadata = entry.get<std::map<std::string, std::string>>();
+    } else {
+      result.tensors[name] = read_tensor(path, entry, bytes.data() + data_begin, bytes.size() - data_begin);
+    }
+  }
+  return result;
+}
+
+Gate gate_of(const std::string& path, const std::string& op) {
+  if (op == "delta_rule") return Gate::kNone;
+  if (op == "gated_delta_rule") return Gate::kPerHead;
+  if (op == "kda") return Gate::kPerChannel;
+  fail(path, "expected a delta-rule operator, got " + op);
+}
+
+GoldenCase golden_case(const std::string& path) {
+  SafeTensors file = read_safetensors(path);
+  const json meta = json::parse(file.metadata["case"]);
+
+  GoldenCase result;
+  DeltaRuleSpec& spec = result.problem.spec;
+  spec.name = meta.at("name").get<std::string>();
+  spec.B = meta.at("B").get<int64_t>();
+  spec.T = meta.at("T").get<int64_t>();
+  spec.H = meta.at("H").get<int64_t>();
+  spec.HV = meta.value("HV", spec.H);
+  spec.K = meta.at("K").get<int64_t>();
+  spec.V = meta.at("V").get<int64_t>();
+  spec.cu_seqlens = meta.value("cu_seqlens", std::vector<int64_t>{});
+  spec.initial_state = meta.value("state", true);
+  spec.options.gate = gate_of(path, meta.at("op").get<std::string>());
+  spec.options.scale = meta.value("scale", DeltaRuleOptions::kUnset);
+  spec.options.qk_l2norm = meta.value("l2norm", false);
+  spec.options.beta_sigmoid = meta.value("beta_sigmoid", false);
+  spec.options.allow_neg_eigval = meta.value("neg_eigval", false);
+  spec.options.gate_in_kernel = meta.value("gate_in_kernel", false);
+  spec.options.lower_bound = meta.value("lower_bound", DeltaRuleOptions::kUnset);
+
+  DeltaRuleCase& problem = result.problem;
+  problem.q = file.tensors["in.q"];
+  problem.k = file.tensors["in.k"];
+  problem.v = file.tensors["in.v"];
+  problem.g = file.tensors["in.g"];
+  problem.beta = file.tensors["in.beta"];
+  problem.a_log = file.tensors["in.A_log"];
+  problem.dt_bias = file.tensors["in.dt_bias"];
+  problem.initial_state = file.tensors["in.h0"];
+  problem.d_o = file.tensors["in.do"];
+  problem.d_final_state = file.tensors["in.dht"];
+  if (!spec.cu_seqlens.empty()) {
+    const std::vector<double> offsets(spec.cu_seqlens.begin(), spec.cu_seqlens.end());
+    problem.cu_seqlens = Tensor(DType::kI64, {static_cast<int64_t>(offsets.size())}, offsets);
+  }
+
+  DeltaRuleResults& expected = result.expected;
+  expected.implementation = "golden";
+  expected.o = file.tensors["out.o"];
+  expected.final_state = file.tensors["out.ht"];
+  expected.dq = file.tensors["out.dq"];
+  expected.dk = file.tensors["out.dk"];
+  expected.dv = file.tensors["out.dv"];
+  expected.dg = file.tensors["out.dg"];
+  expected.dbeta = file.tensors["out.dbeta"];
+  expected.da_log = file.tensors["out.dA_log"];
+  expected.ddt_bias = file.tensors["out.ddt_bias"];
+  expected.d_initial_state = file.tensors["out.dh0"];
+  return result;
+}
+
+}  // namespace
+
+SafeTensors read_safetensors(const std::string& path) {
+  std::ifstream stream(path, std::ios::binary);
+  if (!stream) fail(path, "cannot be opened");
+  const std::string bytes{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
+  try {
+    return parse_safetensors(path, bytes);
+  } catch (const json::exception& error) {
+    fail(path, error.what());
+  }
+}
+
+std::vector<GoldenCase> load_delta_rule_golden(const std::string& folder) {
+  std::error_code error;
+  std::vector<std::string> paths;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+    const std::string stem = entry.path().stem().string();
+    const bool ours = stem.starts_with("delta_rule_") || stem.starts_with("gdn_") || stem.starts_with("kda_");
+    if (ours && entry.path().extension() == ".safetensors") paths.push_back(entry.path().string());
+  }
+  if (error) fail(folder, error.message());
+  std::sort(paths.begin(), paths.end());
+  std::vector<GoldenCase> cases;
+  for (const std::string& path : paths) cases.push_back(golden_case(path));
+  return cases;
+}
+
+}  // namespace fastweight::support

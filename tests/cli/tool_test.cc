@@ -1,0 +1,175 @@
+// Runs the command-line tool as a user would and looks at its output and exit code.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+
+namespace {
+
+namespace fs = std::filesystem;
+
+// The build tree keeps the tool in bin/ and this test in tests/.
+fs::path tool() { return fs::read_symlink("/proc/self/exe").parent_path().parent_path() / "bin" / "fastweight"; }
+
+struct Outcome {
+  int exit_code = -1;
+  std::string output;  // stdout and stderr
+};
+
+Outcome run(const std::string& arguments) {
+  Outcome outcome;
+  std::FILE* pipe = popen(("'" + tool().string() + "' " + arguments + " 2>&1").c_str(), "r");
+  if (pipe == nullptr) return outcome;
+  char buffer[4096];
+  for (size_t count; (count = std::fread(buffer, 1, sizeof buffer, pipe)) > 0;) outcome.output.append(buffer, count);
+  const int status = pclose(pipe);
+  if (WIFEXITED(status)) outcome.exit_code = WEXITSTATUS(status);
+  return outcome;
+}
+
+std::string read_text(const fs::path& path) {
+  std::ifstream file(path);
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+class Tool : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!fs::exists(tool())) GTEST_SKIP() << tool() << " was not built";
+    const auto* test = testing::UnitTest::GetInstance()->current_test_info();
+    folder_ = fs::temp_directory_path() / (std::string("fastweight_tool_test_") + test->name());
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+  }
+  void TearDown() override {
+    if (!folder_.empty()) fs::remove_all(folder_);
+  }
+
+  fs::path folder_;
+};
+
+constexpr const char* kSmallBench =
+    "bench --threads 1 --min-time 0 --repeat 2 --shape B=2,T=33,H=1,HV=2,K=16,V=24 --op gdn,kda ";
+
+TEST_F(Tool, TellsItsVersionAndHelps) {
+  EXPECT_EQ(run("--version").exit_code, 0);
+  EXPECT_TRUE(run("--version").output.starts_with("fastweight "));
+  for (const char* command : {"", "info ", "check ", "bench "}) {
+    const Outcome help = run(std::string(command) + "--help");
+    EXPECT_EQ(help.exit_code, 0) << command;
+    EXPECT_TRUE(contains(help.output, "usage: fastweight")) << help.output;
+  }
+  EXPECT_EQ(run("").exit_code, 2);
+}
+
+TEST_F(Tool, InfoListsTheImplementations) {
+  const Outcome text = run("info");
+  EXPECT_EQ(text.exit_code, 0);
+  for (const char* part : {"SIMD target", "cuda: not built", "delta_rule", "gdn", "kda", "reference"}) {
+    EXPECT_TRUE(contains(text.output, part)) << part << " in\n" << text.output;
+  }
+  const Outcome json_text = run("info --json");
+  EXPECT_EQ(json_text.exit_code, 0);
+  const auto json = nlohmann::json::parse(json_text.output);
+  EXPECT_EQ(json.at("devices"), nlohmann::json::array({"cpu"}));
+  for (const char* op : {"delta_rule", "gdn", "kda"}) {
+    for (const char* mode : {"fwd", "bwd", "step"}) {
+      EXPECT_EQ(json.at("implementations").at(op).at(mode).back(), "reference");
+    }
+  }
+}
+
+TEST_F(Tool, BenchWritesCompleteRecords) {
+  const fs::path json_path = folder_ / "out.json", svg_path = folder_ / "out.svg";
+  const Outcome bench = run(
+      kSmallBench + ("--impl auto --dtype fp32,bf16 --json " + json_path.string() + " --plot " + svg_path.string()));
+  ASSERT_EQ(bench.exit_code, 0) << bench.output;
+  const auto records = nlohmann::json::parse(read_text(json_path));
+  EXPECT_EQ(records.size(), 2U * 3U * 2U);  // operators, modes, types
+  for (const auto& record : records) {
+    for (const char* key : {"op", "mode", "impl", "device", "dtype", "version", "cpu", "target", "date"}) {
+      EXPECT_TRUE(record.at(key).is_string() && record.at(key) != "") << key;
+    }
+    for (const char* key : {"threads", "B", "T", "H", "HV", "K", "V"}) {
+      EXPECT_TRUE(record.at(key).is_number_integer() && record.at(key) > 0) << key;
+    }
+    for (const char* key : {"median_ms", "min_ms", "p90_ms", "first_call_ms", "gflops", "peak_gflops", "gbps",
+                            "memcpy_gbps", "share_of_peak"}) {
+      EXPECT_TRUE(record.at(key).is_number() && record.at(key) > 0) << key;
+    }
+    EXPECT_LE(record.at("min_ms"), record.at("median_ms"));
+    EXPECT_LE(record.at("median_ms"), record.at("p90_ms"));
+    EXPECT_EQ(record.at("T"), record.at("mode") == "step" ? 1 : 33);
+    EXPECT_NE(record.at("impl"), "auto");
+  }
+  const std::string svg = read_text(svg_path);
+  EXPECT_TRUE(svg.starts_with("<svg") && svg.ends_with("</svg>\n"));
+}
+
+TEST_F(Tool, BenchPacksSequencesAndSavesStates) {
+  const Outcome bench =
+      run("bench --threads 1 --min-time 0 --repeat 1 --op gated_delta_rule --mode forward,backward --impl reference "
+          "--shape T=100,H=1,K=16,V=8 --varlen 5 --saved-states");
+  EXPECT_EQ(bench.exit_code, 0) << bench.output;
+}
+
+TEST_F(Tool, BenchFailsWhenANamedImplementationCannotRun) {
+  const Outcome bench = run(kSmallBench + std::string("--mode step --impl chunk"));
+  EXPECT_EQ(bench.exit_code, 1) << bench.output;
+  EXPECT_TRUE(contains(bench.output, "gdn step chunk")) << bench.output;
+}
+
+TEST_F(Tool, CheckGoesOnWithoutGoldenCases) {
+  const Outcome check = run("check --op delta_rule --golden " + (folder_ / "nowhere").string());
+  EXPECT_EQ(check.exit_code, 0) << check.output;
+  EXPECT_TRUE(contains(check.output, "skipped: golden cases")) << check.output;
+  EXPECT_TRUE(contains(check.output, "0 failed")) << check.output;
+}
+
+TEST_F(Tool, WrongCommandLinesNameTheirFlag) {
+  const struct {
+    const char* arguments;
+    const char* message;
+  } wrong[] = {
+      {"frobnicate", "frobnicate"},
+      {"--frobnicate", "--frobnicate"},
+      {"info --frobnicate", "--frobnicate"},
+      {"info --json=yes", "--json"},
+      {"check --threads 0", "--threads"},
+      {"check --op mamba", "--op"},
+      {"bench extra", "extra"},
+      {"bench --op", "--op"},
+      {"bench --op mamba", "--op"},
+      {"bench --mode sideways", "--mode"},
+      {"bench --impl frobnicate", "--impl"},
+      {"bench --dtype fp8", "--dtype"},
+      {"bench --dtype fp32,", "--dtype"},
+      {"bench --threads two", "--threads"},
+      {"bench --min-time -1", "--min-time"},
+      {"bench --repeat 0", "--repeat"},
+      {"bench --shape T=16,H=1,K=16", "--shape: V"},
+      {"bench --shape T=16,H=1,K=16,V=0", "--shape: V"},
+      {"bench --shape T=16,H=1,K=16,V=16,W=3", "--shape"},
+      {"bench --shape H=1,K=16,V=16", "--shape: T"},
+      {"bench --shape T=16,H=2,HV=3,K=16,V=16", "--shape: HV"},
+      {"bench --json /nowhere/out.json", "--json"},
+      {"bench --varlen 4 --shape B=2,T=16,H=1,K=16,V=16", "--varlen"},
+  };
+  for (const auto& [arguments, message] : wrong) {
+    const Outcome outcome = run(arguments);
+    EXPECT_EQ(outcome.exit_code, 2) << arguments << "\n" << outcome.output;
+    EXPECT_TRUE(contains(outcome.output, message)) << arguments << "\n" << outcome.output;
+  }
+}
+
+}  // namespace

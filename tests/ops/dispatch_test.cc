@@ -1,0 +1,152 @@
+#include "ops/dispatch.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "fastweight/fastweight.h"
+
+namespace fastweight {
+namespace {
+
+// A problem that tells each of three implementations what to answer.
+struct Toy {
+  std::string declines[3];
+  bool worthwhile[3];
+};
+
+template <size_t kIndex>
+Implementation<Toy> toy(const char* name) {
+  return {name, [](const Toy& problem) { return problem.declines[kIndex]; },
+          [](const Toy& problem) { return problem.worthwhile[kIndex]; }, [](const Toy&, const Context&) {}};
+}
+
+Choice<Toy> choose_toy(const Toy& problem, const std::string& name = "") {
+  static const Implementation<Toy> list[] = {toy<0>("fast"), toy<1>("plain"), toy<2>("last")};
+  return choose<Toy>("toy", list, problem, name);
+}
+
+ErrorCode code_of(const Toy& problem, const std::string& name, std::string& message) {
+  try {
+    choose_toy(problem, name);
+  } catch (const Error& error) {
+    message = error.what();
+    return error.code();
+  }
+  return {};
+}
+
+TEST(Dispatch, FirstWorthwhile) {
+  const auto choice = choose_toy({{"", "", ""}, {true, true, true}});
+  EXPECT_STREQ(choice.implementation->name, "fast");
+  EXPECT_EQ(choice.passed_over, "");
+}
+
+TEST(Dispatch, PassesOverDeclinersAndTheReluctant) {
+  const auto choice = choose_toy({{"needs K = 64", "", ""}, {true, false, true}});
+  EXPECT_STREQ(choice.implementation->name, "last");
+  EXPECT_EQ(choice.passed_over, "fast: needs K = 64; plain: not worthwhile");
+}
+
+TEST(Dispatch, FallsBackToTheFirstThatTakesIt) {
+  const auto choice = choose_toy({{"needs K = 64", "", ""}, {true, false, false}});
+  EXPECT_STREQ(choice.implementation->name, "plain");
+  EXPECT_EQ(choice.passed_over, "fast: needs K = 64");
+}
+
+TEST(Dispatch, NobodyTakesIt) {
+  std::string message;
+  EXPECT_EQ(code_of({{"a", "b", "c"}, {true, true, true}}, "", message), ErrorCode::kUnsupported);
+  EXPECT_EQ(message, "toy: no implementation takes this problem: fast: a; plain: b; last: c");
+}
+
+TEST(Dispatch, ByName) {
+  const Toy problem{{"needs K = 64", "", ""}, {true, false, true}};
+  EXPECT_STREQ(choose_toy(problem, "plain").implementation->name, "plain");
+  std::string message;
+  EXPECT_EQ(code_of(problem, "fast", message), ErrorCode::kUnsupported);
+  EXPECT_EQ(message, "toy: fast: needs K = 64");
+  EXPECT_EQ(code_of(problem, "slow", message), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(message, "implementation: expected one of fast, plain, last, got \"slow\"");
+}
+
+TEST(DeltaRuleImplementations, ListsEndWithTheReference) {
+  std::set<std::string> modes;
+  std::string last;
+  for (const ImplementationInfo& info : delta_rule_implementations()) {
+    EXPECT_EQ(info.device, "cpu");
+    const bool ends_a_list = !modes.empty() && !modes.contains(info.mode);
+    if (ends_a_list) {
+      EXPECT_EQ(last, "reference");
+    }
+    modes.insert(info.mode);
+    last = info.name;
+  }
+  EXPECT_EQ(last, "reference");
+  EXPECT_EQ(modes, (std::set<std::string>{"backward", "forward", "step"}));
+}
+
+class SmallForward : public testing::Test {
+ protected:
+  SmallForward() {
+    args_.in.q = args_.in.k = TensorView::dense(keys_.data(), {1, 3, 2, 4});
+    args_.in.v = TensorView::dense(values_.data(), {1, 3, 2, 4});
+    args_.o = TensorView::dense(o_.data(), {1, 3, 2, 4});
+  }
+
+  std::vector<float> keys_ = std::vector<float>(24, 0.5f), values_ = keys_, o_ = keys_;
+  DeltaRuleForward args_;
+};
+
+TEST_F(SmallForward, EveryImplementationRunsByName) {
+  for (const ImplementationInfo& info : delta_rule_implementations()) {
+    if (info.mode != "forward") continue;
+    Context context;
+    context.implementation = info.name;
+    EXPECT_EQ(delta_rule_forward(context, args_), info.name);
+  }
+}
+
+TEST_F(SmallForward, VerboseSaysWhatRanInOneLine) {
+  std::vector<std::string> lines;
+  Context context;
+  context.verbose = true;
+  context.log_user = &lines;
+  context.log = [](void* user, const char* line) { static_cast<std::vector<std::string>*>(user)->push_back(line); };
+  const std::string name = delta_rule_forward(context, args_);
+  ASSERT_EQ(lines.size(), 1u);
+  EXPECT_NE(lines[0].find("delta_rule_forward B=1 T=3 H=2 HV=2 K=4 V=4 N=1 C=64, gate none, fp32: ran " + name),
+            std::string::npos)
+      << lines[0];
+  EXPECT_EQ(lines[0].find('\n'), std::string::npos);
+}
+
+TEST_F(SmallForward, WorkspaceThatIsRefused) {
+  Context context;
+  context.workspace.allocate = [](void*, size_t) -> void* { return nullptr; };
+  context.workspace.release = [](void*, void*, size_t) {};
+  for (const ImplementationInfo& info : delta_rule_implementations()) {
+    if (info.mode != "forward") continue;
+    SCOPED_TRACE(info.name);
+    context.implementation = info.name;
+    try {
+      delta_rule_forward(context, args_);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kOutOfMemory);
+      EXPECT_EQ(o_, keys_);
+    }
+  }
+}
+
+TEST(Info, NamesTheMachine) {
+  EXPECT_FALSE(version().empty());
+  EXPECT_GE(default_num_threads(), 1);
+  const std::vector<std::string> targets = cpu_targets();
+  EXPECT_NE(std::find(targets.begin(), targets.end(), cpu_target()), targets.end()) << cpu_target();
+}
+
+}  // namespace
+}  // namespace fastweight
