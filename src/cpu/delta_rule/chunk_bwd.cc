@@ -8,8 +8,12 @@
 //     dk    = beta (e X + rows(dA, k))  [reading]  cols(D, x)_j = sum_{i >= j} D_ij x_i exp(gamma_i - gamma_j)
 //           + cols(dP, q) + cols(dA, beta k) + w (R G^T)  [writing]
 //     dbeta = Y . v + k . (e X + rows(dA, k))
-//     dg_i  = sum_{j >= i} (q.dq + k.dk_reading - k.dk_writing)_j + exp(gamma_n) <S, G> + <k, w (R G^T)>
+//     dg_m  = sum_{i >= m > j} M_ij + sum_{i >= m} a_i + sum_{j < m} b_j + exp(gamma_n) <S, G>
 //     G    <- exp(gamma_n) G + (e q)^T do - (beta e k)^T Y
+//
+// where M_ij = dP_ij P_ij + dA_ij A_ij, a_i = q_i . e_i (do S^T)_i + k_i . beta_i e_i X_i and b_j = k_j . w_j (R G^T)_j:
+// everything that exp(g_m) multiplies, and nothing else. (The shorter sum of q.dq + k.dk over rows leaves the other terms
+// in and cancels them: under strong decay only their rounding errors remain.) Per channel the inner products stay open.
 //
 // G's last line needs no W: W^T dR = (beta e k)^T Y. The states before the blocks are recomputed: once over the sequence,
 // keeping one state per chunk and R, then within each chunk from its first state and R.
@@ -382,7 +386,16 @@ class ChunkKernel {
 
   // One decay per head: rows and cols are products with dA * Lambda and dP * Lambda. On return
   //     reading_ = e X + rows(dA, k), then dq;     writing_ = w (R G^T);     gradients.dk = cols(dP, q) + cols(dA, beta k)
+  // and gradients.dg is done.
   void pair_adjoint_per_head(const Block& block) {
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const Vec w = broadcast(block.write_scale[i]);
+      for (int64_t d = 0; d < ld_; d += kLanes) {
+        float* x = writing_ + i * ld_ + d;
+        store(hn::Mul(w, load(x)), x);
+      }
+    }
+    if (problem_->args.options.gate == Gate::kPerHead) gate_gradient_per_head(block);
     for (int64_t i = 0; i < kBlock; ++i) {
       const Vec beta = broadcast(block.beta[i]);
       for (int64_t c = 0; c < kBlock; c += kLanes) {
@@ -396,11 +409,6 @@ class ChunkKernel {
         store(dP, pair_gradients_ + p);
         store(hn::Mul(beta, dA), pair_factors_ + a);
         store(dP, pair_factors_ + p);
-      }
-      const Vec w = broadcast(block.write_scale[i]);
-      for (int64_t d = 0; d < ld_; d += kLanes) {
-        float* x = writing_ + i * ld_ + d;
-        store(hn::Mul(w, load(x)), x);
       }
     }
     product<Left::kRowMajor, Start::kAdd>({.rows = 2 * kBlock,
@@ -425,29 +433,62 @@ class ChunkKernel {
                                                .c_stride = ld_});
   }
 
+  // From Y R^T and do R^T in pair_gradients_ and the state parts in reading_ and writing_.
+  void gate_gradient_per_head(const Block& block) {
+    alignas(64) float a[kBlock], b[kBlock];
+    for (int64_t i = 0; i < kBlock; ++i) {
+      Vec read_k = zero(), read_q = zero(), write = zero();
+      for (int64_t d = 0; d < ld_; d += kLanes) {
+        const int64_t at = i * ld_ + d;
+        const Vec k = load(block.k + at);
+        read_k = fma(k, load(reading_ + at), read_k);
+        read_q = fma(load(block.q() + at), load(reading_ + kBlock * ld_ + at), read_q);
+        write = fma(k, load(writing_ + at), write);
+      }
+      a[i] = sum_of_lanes(fma(broadcast(block.beta[i]), read_k, read_q));
+      b[i] = sum_of_lanes(write);
+    }
+    // Row i of M summed from the left; then, for each m, column m - 1 of these sums over the rows i >= m.
+    alignas(64) float pairs[kBlock] = {};
+    for (int64_t i = 1; i < kBlock; ++i) {
+      float sum = 0;
+      for (int64_t j = 0; j < i; ++j) {
+        const int64_t at = i * kBlock + j;
+        sum += pair_gradients_[kBlock * kBlock + at] * block.P()[at] - pair_gradients_[at] * block.A()[at];
+        pairs[j + 1] += sum;
+      }
+    }
+    float reads = 0, writes = block.total[0] * sum_of_lanes(load(overlap_));
+    for (int64_t m = kBlock - 1; m >= 0; --m) gradients.dg[m] = pairs[m] + (reads += a[m]);
+    for (int64_t m = 0; m < kBlock; ++m) {
+      gradients.dg[m] += writes;
+      writes += b[m];
+    }
+  }
+
   // One decay per channel, the same on return. The factors exp(gamma_i - gamma_j) run along each column j of pairs; no
   // quotient of exponentials is formed.
   void pair_adjoint_per_channel(const Block& block) {
     for (int64_t d = 0; d < ld_; d += kLanes) {
-      for (int64_t i = 0; i < kBlock; ++i) {
-        const int64_t at = i * ld_ + d;
-        const Vec e = load(block.read_factor + at);
-        store(hn::Mul(e, load(reading_ + at)), reading_ + at);
-        store(hn::Mul(e, load(reading_ + kBlock * ld_ + at)), reading_ + kBlock * ld_ + at);
-        store(hn::Mul(load(block.write_factor + at), load(writing_ + at)), writing_ + at);
-      }
+      scale_and_start_gate(block, d);
       for (int64_t j = 0; j < block.n; ++j) {
         const int64_t at_j = j * ld_ + d;
         const Vec k_j = load(block.k + at_j);
         const Vec diagonal = broadcast(pair_gradients_[(kBlock + j) * kBlock + j]);
         float* dq_j = reading_ + kBlock * ld_ + at_j;
         store(fma(diagonal, k_j, load(dq_j)), dq_j);
-        Vec column = hn::Mul(diagonal, load(block.q() + at_j));
+        alignas(64) float factors[kBlock * kLanes];
         Vec factor = broadcast(1.0f);
         for (int64_t i = j + 1; i < block.n; ++i) {
+          factor = hn::Mul(factor, load(block.decay + i * ld_ + d));
+          store(factor, factors + i * kLanes);
+        }
+        Vec column = hn::Mul(diagonal, load(block.q() + at_j));
+        Vec crossing = zero();  // sum over i >= m of M_ij
+        for (int64_t i = block.n - 1; i > j; --i) {
           const int64_t at = i * ld_ + d;
-          factor = hn::Mul(factor, load(block.decay + at));
-          const Vec key = hn::Mul(factor, k_j);
+          const Vec f = load(factors + i * kLanes);
+          const Vec key = hn::Mul(f, k_j);
           const Vec dA = broadcast(-pair_gradients_[i * kBlock + j]);
           const Vec dP = broadcast(pair_gradients_[(kBlock + i) * kBlock + j]);
           float* reading = reading_ + at;
@@ -455,7 +496,11 @@ class ChunkKernel {
           store(fma(dA, key, load(reading)), reading);
           store(fma(dP, key, load(dq)), dq);
           const Vec beta_k = hn::Mul(broadcast(block.beta[i]), load(block.k + at));
-          column = fma(factor, fma(dP, load(block.q() + at), hn::Mul(dA, beta_k)), column);
+          const Vec x = fma(dP, load(block.q() + at), hn::Mul(dA, beta_k));
+          column = fma(f, x, column);
+          crossing = fma(key, x, crossing);
+          float* dg = gradients.dg + at;
+          store(hn::Add(load(dg), crossing), dg);
         }
         store(column, gradients.dk + at_j);
       }
@@ -463,54 +508,49 @@ class ChunkKernel {
     }
   }
 
-  // Puts the parts together: dq, dk, dbeta, dg.
+  // For channels d .. d + kLanes - 1: the factors e and w into reading_ and writing_, and the state parts of dg.
+  void scale_and_start_gate(const Block& block, int64_t d) {
+    Vec reads = zero();
+    for (int64_t i = kBlock - 1; i >= 0; --i) {
+      const int64_t at = i * ld_ + d;
+      const int64_t at_q = at + kBlock * ld_;
+      const Vec e = load(block.read_factor + at);
+      const Vec read_k = hn::Mul(e, load(reading_ + at));
+      const Vec read_q = hn::Mul(e, load(reading_ + at_q));
+      store(read_k, reading_ + at);
+      store(read_q, reading_ + at_q);
+      const Vec beta_k = hn::Mul(broadcast(block.beta[i]), load(block.k + at));
+      reads = fma(load(block.q() + at), read_q, fma(beta_k, read_k, reads));
+      store(reads, gradients.dg + at);
+    }
+    alignas(64) float overlap[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      overlap[lane] = sum_of_lanes(load(overlap_ + (d + lane) * kLanes));
+    }
+    Vec writes = hn::Mul(load(block.total + d), load(overlap));
+    for (int64_t j = 0; j < kBlock; ++j) {
+      const int64_t at = j * ld_ + d;
+      store(hn::Add(load(gradients.dg + at), writes), gradients.dg + at);
+      const Vec write = hn::Mul(load(block.write_factor + at), load(writing_ + at));
+      store(write, writing_ + at);
+      writes = fma(load(block.k + at), write, writes);
+    }
+  }
+
+  // Puts the parts together: dq, dk, dbeta.
   void key_gradients(const Block& block) {
-    const Gate gate = problem_->args.options.gate;
-    const float* dq = reading_ + kBlock * ld_;
-    std::memcpy(gradients.dq, dq, static_cast<size_t>(kBlock * ld_) * sizeof(float));
-    alignas(64) float dgamma[kBlock] = {};
-    alignas(64) float writes[kBlock] = {};
+    std::memcpy(gradients.dq, reading_ + kBlock * ld_, static_cast<size_t>(kBlock * ld_) * sizeof(float));
     for (int64_t i = 0; i < kBlock; ++i) {
       const Vec beta = broadcast(block.beta[i]);
-      Vec dbeta = zero(), dot = zero(), write = zero();
+      Vec dbeta = zero();
       for (int64_t d = 0; d < ld_; d += kLanes) {
         const int64_t at = i * ld_ + d;
-        const Vec k = load(block.k + at);
         const Vec read = load(reading_ + at);
-        const Vec state = load(writing_ + at);
-        const Vec dk_read = hn::Mul(beta, read);
-        const Vec dk_write = hn::Add(load(gradients.dk + at), state);
-        dbeta = fma(read, k, dbeta);
-        store(hn::Add(dk_read, dk_write), gradients.dk + at);
-        const Vec difference = hn::Mul(k, hn::Sub(dk_read, dk_write));
-        const Vec own = fma(load(block.q() + at), load(dq + at), difference);
-        if (gate == Gate::kPerHead) {
-          dot = hn::Add(dot, own);
-          write = fma(k, state, write);
-        } else if (gate == Gate::kPerChannel) {
-          store(own, gradients.dg + at);
-          store(hn::Mul(k, state), writing_ + at);
-        }
+        dbeta = fma(read, load(block.k + at), dbeta);
+        const Vec write = hn::Add(load(gradients.dk + at), load(writing_ + at));
+        store(fma(beta, read, write), gradients.dk + at);
       }
       gradients.dbeta[i] += sum_of_lanes(dbeta);
-      dgamma[i] = sum_of_lanes(dot);
-      writes[i] = sum_of_lanes(write);
-    }
-    if (gate == Gate::kPerHead) {
-      float sum = block.total[0] * sum_of_lanes(load(overlap_));
-      for (float x : writes) sum += x;
-      for (int64_t i = kBlock - 1; i >= 0; --i) gradients.dg[i] = sum += dgamma[i];
-    } else if (gate == Gate::kPerChannel) {
-      alignas(64) float row[kLanes];
-      for (int64_t d = 0; d < ld_; d += kLanes) {
-        for (int64_t lane = 0; lane < kLanes; ++lane) row[lane] = sum_of_lanes(load(overlap_ + (d + lane) * kLanes));
-        Vec sum = hn::Mul(load(block.total + d), load(row));
-        for (int64_t i = 0; i < kBlock; ++i) sum = hn::Add(sum, load(writing_ + i * ld_ + d));
-        for (int64_t i = kBlock - 1; i >= 0; --i) {
-          sum = hn::Add(sum, load(gradients.dg + i * ld_ + d));
-          store(sum, gradients.dg + i * ld_ + d);
-        }
-      }
     }
   }
 
