@@ -16,6 +16,7 @@
 namespace {
 
 constexpr int64_t kMaxBytes = int64_t{1} << 20;  // of one tensor
+constexpr int64_t kMaxWork = int64_t{1} << 21;   // B T HV K V: wide heads see few tokens
 
 enum Mode { kForward, kBackward, kStep };
 
@@ -108,8 +109,9 @@ class Call {
     const int max_width = rarely() ? 256 : 20;
     K_ = data_.ConsumeIntegralInRange(1, max_width);
     V_ = data_.ConsumeIntegralInRange(1, max_width);
-    T_ = data_.ConsumeIntegralInRange(0, rarely() ? 150 : 40);
     N_ = B_ = data_.ConsumeIntegralInRange(0, 3);
+    const int64_t max_tokens = kMaxWork / (std::max<int64_t>(B_, 1) * HV_ * K_ * V_);
+    T_ = data_.ConsumeIntegralInRange<int64_t>(0, std::min<int64_t>(max_tokens, rarely() ? 150 : 40));
     if (flag()) {
       B_ = 1;
       N_ = data_.ConsumeIntegralInRange(0, 4);

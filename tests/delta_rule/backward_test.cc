@@ -171,7 +171,7 @@ TEST_P(Backward, WideGradients) {
   for (const std::string& name : implementations("backward")) {
     const auto results = unless_declined(
         "backward", name, [&] { return backward_strided(problem, context_for(name), Layout::kDense, like); });
-    if (results) expect_close(one, *results, expected);
+    if (results) expect_close(problem, *results, expected);
   }
 }
 
@@ -189,7 +189,7 @@ TEST_P(Backward, SavedStates) {
       for (const std::string& name : implementations("backward")) {
         const auto results =
             unless_declined("backward", name, [&] { return support::backward(problem, context_for(name), saved); });
-        if (results) expect_close(one, *results, expected);
+        if (results) expect_close(problem, *results, expected);
       }
     }
   }
@@ -208,7 +208,7 @@ TEST_P(Backward, StridedTensors) {
       for (const std::string& name : implementations("backward")) {
         const auto results = unless_declined(
             "backward", name, [&] { return backward_strided(problem, context_for(name), layout, like); });
-        if (results) expect_close(one, *results, expected);
+        if (results) expect_close(problem, *results, expected);
       }
     }
   }

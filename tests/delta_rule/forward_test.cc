@@ -166,7 +166,7 @@ TEST_P(Forward, OutputTypes) {
   for (const std::string& name : implementations("forward")) {
     const auto results = unless_declined(
         "forward", name, [&] { return forward_strided(problem, context_for(name), Layout::kDense, like); });
-    if (results) expect_close(one, *results, expected);
+    if (results) expect_close(problem, *results, expected);
   }
 }
 
@@ -183,7 +183,7 @@ TEST_P(Forward, StridedTensors) {
         const DeltaRuleResults like = outputs_like(expected, problem);
         const auto results =
             unless_declined("forward", name, [&] { return forward_strided(problem, context_for(name), layout, like); });
-        if (results) expect_close(one, *results, expected);
+        if (results) expect_close(problem, *results, expected);
       }
     }
   }

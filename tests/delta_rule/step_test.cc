@@ -197,7 +197,7 @@ TEST_P(Step, StridedTensors) {
         return all;
       });
       if (!results) continue;
-      expect_close(one, *results, expected);
+      expect_close(problem, *results, expected);
       EXPECT_TRUE(state.guards_intact() && o.guards_intact()) << name << " wrote outside its outputs";
     }
   }

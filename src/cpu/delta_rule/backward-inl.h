@@ -2,10 +2,10 @@
 // tensors. Re-included once per instruction set.
 //
 // A unit is a fixed range of value columns of one value head of one sequence. One thread takes it from the first token
-// to the last (states at chunk starts) and back (gradients). dq and dk are sums over the units of a key head's group, dg
-// and dbeta over the units of a value head. Where a sum has one term it is finished on the spot; else the units leave
-// their parts in the workspace and a second loop adds them in order. The cut into units depends on the number of heads
-// alone: results do not depend on threads or on the batch.
+// to the last (states at chunk starts) and back (gradients). dq and dk are sums over the units of a key head's group,
+// dg and dbeta over the units of a value head. Where a sum has one term it is finished on the spot; else the units
+// leave their parts in the workspace and a second loop adds them in order. The cut into units depends on the number of
+// heads alone: results do not depend on threads or on the batch.
 #if defined(FW_CPU_DELTA_RULE_BACKWARD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FW_CPU_DELTA_RULE_BACKWARD_INL_H_
 #undef FW_CPU_DELTA_RULE_BACKWARD_INL_H_
@@ -24,9 +24,9 @@ namespace fastweight::cpu::HWY_NAMESPACE {
 
 // A unit's share of the gradients of one block, before the adjoints of norm, gate and beta. Rows beyond n are 0.
 struct BlockGradients {
-  float* dq;             // [16][ld]
-  float* dk;             // [16][ld]
-  float* dg;             // [16][ld] per channel, else [16]
+  float* dq;  // [16][ld]
+  float* dk;  // [16][ld]
+  float* dg;  // [16][ld] per channel, else [16]
   float dbeta[kBlock];
 
   void carve(Carver& carver, Gate gate, int64_t ld) {
@@ -142,13 +142,13 @@ HWY_INLINE void finish_beta(const DeltaRuleBackward& args, const Head& head, int
 
 // How a problem is cut, and where the parts of sums lie.
 struct BackwardPlan {
-  int64_t ld = 0, panels = 0;   // of the whole problem
-  int64_t units_per_head = 1;   // of a value head
-  bool sum_keys = false;        // dq and dk have several parts
-  bool sum_gates = false;       // dg and dbeta have several parts
-  int64_t tokens = 0;           // B T
-  int64_t gate_width = 1;       // ld per channel, else 1
-  int64_t bias_width = 1;       // K per channel, else 1
+  int64_t ld = 0, panels = 0;  // of the whole problem
+  int64_t units_per_head = 1;  // of a value head
+  bool sum_keys = false;       // dq and dk have several parts
+  bool sum_gates = false;      // dg and dbeta have several parts
+  int64_t tokens = 0;          // B T
+  int64_t gate_width = 1;      // ld per channel, else 1
+  int64_t bias_width = 1;      // K per channel, else 1
 
   // Parts by (value head, unit, token).
   float* dq = nullptr;
@@ -191,13 +191,118 @@ struct BackwardPlan {
     double* sums = gate_sums + (sequence * sizes.num_value_heads + value_head) * (1 + bias_width);
     return {sums, sums + 1};
   }
-  int64_t part(int64_t value_head, int64_t unit, const Head& head, const DeltaRuleSizes& sizes,
-               int64_t token) const {
+  int64_t part(int64_t value_head, int64_t unit, const Head& head, const DeltaRuleSizes& sizes, int64_t token) const {
     return (value_head * units_per_head + unit) * tokens + head.batch * sizes.tokens + token;
   }
 };
 
-// The walk of one unit. A kernel provides, over scratch that it carves:
+// The part of a kernel that does not depend on the form: where it is, and the rows that both forms read.
+class UnitKernel {
+ public:
+  float* bias;  // [max(ld, 16)]
+  float* raw;   // [max(ld, 16)]
+  float* G;     // [panels][ld][kPanel]: the gradient of the state at hand
+  BlockGradients gradients;
+
+ protected:
+  void carve_unit(Carver& carver, const DeltaRuleBackwardProblem& problem, int64_t ld, int64_t panels,
+                  int64_t longest) {
+    const DeltaRuleOptions& options = problem.args.options;
+    ld_ = ld;
+    saved_ = problem.args.chunk_states.present();
+    bias = carver.take<float>(std::max(ld, kBlock));
+    raw = carver.take<float>(std::max(ld, kBlock));
+    G = carver.take<float>(panels * ld * kPanel);
+    gradients.carve(carver, options.gate, ld);
+    const int64_t chunks = saved_ ? 0 : (longest + options.chunk_size - 1) / options.chunk_size;
+    states_ = carver.take<float>(chunks * panels * ld * kPanel);
+    block_states_ = carver.take<float>(options.chunk_size / kBlock * panels * ld * kPanel);
+    v_ = carver.take<float>(kBlock * panels * kPanel);
+    d_o_ = carver.take<float>(kBlock * panels * kPanel);
+    dv_ = carver.take<float>(kBlock * panels * kPanel);
+  }
+
+  void open_unit(const DeltaRuleBackwardProblem& problem, const Head& head, const Sequence& sequence,
+                 const Item& item) {
+    problem_ = &problem;
+    head_ = &head;
+    sequence_ = &sequence;
+    item_ = item;
+    stride_ = item.panels * kPanel;
+    column_ = item.first_panel * kPanel;
+    width_ = std::min(stride_, head.V - column_);
+    state_size_ = item.panels * ld_ * kPanel;
+  }
+
+  void load_initial_state(float* S) const {
+    const DeltaRuleBackward& args = problem_->args;
+    if (args.in.initial_state.present()) {
+      load_state(state_of(args.in.initial_state, args.options.state_v_first, head_->K, head_->V, sequence_->index,
+                          item_.value_head),
+                 item_.first_panel, item_.panels, ld_, S);
+    } else {
+      std::memset(S, 0, static_cast<size_t>(state_size_) * sizeof(float));
+    }
+  }
+
+  void load_saved_state(int64_t chunk, float* S) const {
+    const DeltaRuleBackward& args = problem_->args;
+    load_state(chunk_state_of(args.chunk_states, args.options.state_v_first, head_->K, head_->V, sequence_->batch,
+                              sequence_->first_chunk + chunk, item_.value_head),
+               item_.first_panel, item_.panels, ld_, S);
+  }
+
+  int64_t chunk_begin(int64_t chunk) const { return chunk * problem_->args.options.chunk_size; }
+  int64_t chunk_tokens(int64_t chunk) const {
+    return std::min<int64_t>(problem_->args.options.chunk_size, sequence_->length - chunk_begin(chunk));
+  }
+
+  void load_values(int64_t token, int64_t n) {
+    load_rows(problem_->args.in.v, head_->batch, token, head_->value_head, n, column_, width_, v_, stride_);
+  }
+
+  // scale * d_o
+  void load_d_o(int64_t token, int64_t n) {
+    const TensorView& d_o = problem_->args.d_o;
+    if (!d_o.present()) {
+      std::memset(d_o_, 0, static_cast<size_t>(kBlock * stride_) * sizeof(float));
+      return;
+    }
+    load_rows(d_o, head_->batch, token, head_->value_head, n, column_, width_, d_o_, stride_);
+    const Vec scale = broadcast(static_cast<float>(problem_->scale));
+    for (int64_t i = 0; i < n * stride_; i += kLanes) store(hn::Mul(scale, load(d_o_ + i)), d_o_ + i);
+  }
+
+  void store_values(const float* rows, const TensorView& x, int64_t token, int64_t n) const {
+    if (!x.present()) return;
+    store_rows(rows, stride_, x, head_->batch, token, head_->value_head, n, column_, width_);
+  }
+
+  // Rows of the blocks that come after the one at `token` in the walk back, and of its outputs.
+  void prefetch_backward(int64_t token) const {
+    const DeltaRuleBackward& args = problem_->args;
+    prefetch_block(*head_, token - args.options.chunk_size);
+    prefetch_rows(args.in.v, *head_, head_->value_head, token - kBlock, column_, width_);
+    prefetch_rows(args.d_o, *head_, head_->value_head, token - kBlock, column_, width_);
+    prefetch_rows(args.dv, *head_, head_->value_head, token, column_, width_);
+    prefetch_rows(args.dq, *head_, head_->key_head, token, 0, head_->K);
+    prefetch_rows(args.dk, *head_, head_->key_head, token, 0, head_->K);
+  }
+
+  const DeltaRuleBackwardProblem* problem_ = nullptr;
+  const Head* head_ = nullptr;
+  const Sequence* sequence_ = nullptr;
+  Item item_{};
+  int64_t ld_ = 0, stride_ = 0, column_ = 0, width_ = 0, state_size_ = 0;
+  bool saved_ = false;
+  float* states_;        // [chunks][panels][ld][kPanel], before every chunk; empty when the caller saved them
+  float* block_states_;  // [blocks][panels][ld][kPanel], before every block of the chunk
+  float* v_;             // [16][stride]
+  float* d_o_;           // [16][stride], scaled
+  float* dv_;            // [16][stride]
+};
+
+// The walk of one unit. A kernel is a UnitKernel with, over scratch that it carves:
 //     open_sequence    states at the chunk starts of the sequence, unless the caller saved them
 //     open_chunk       what the backward blocks of one chunk need; returns their number
 //     backward_block   `gradients` of one block and its dv; G, the gradient of its end state, becomes that of its start
@@ -274,8 +379,8 @@ struct FinishScratch {
 };
 
 // Adds the parts of one key head of one sequence, last block first as in the walk of a unit.
-HWY_INLINE void finish_head(const DeltaRuleBackwardProblem& problem, const BackwardPlan& plan,
-                            const Sequence& sequence, int64_t key_head, FinishScratch& scratch) {
+HWY_INLINE void finish_head(const DeltaRuleBackwardProblem& problem, const BackwardPlan& plan, const Sequence& sequence,
+                            int64_t key_head, FinishScratch& scratch) {
   const DeltaRuleBackward& args = problem.args;
   const DeltaRuleSizes& sizes = problem.sizes;
   const int64_t first_head = key_head * sizes.group;
@@ -331,8 +436,7 @@ HWY_INLINE void run_backward(const DeltaRuleBackwardProblem& problem, const Cont
   for (const Sequence& s : sequences) longest = std::max(longest, s.length);
 
   BackwardPlan plan(problem);
-  const std::vector<Item> items =
-      unit_items(sequences, sizes.num_value_heads, plan.panels, plan.units_per_head);
+  const std::vector<Item> items = unit_items(sequences, sizes.num_value_heads, plan.panels, plan.units_per_head);
   const int threads =
       useful_threads(num_threads(context), static_cast<int64_t>(items.size()),
                      9 * sizes.batch * sizes.tokens * sizes.num_value_heads * sizes.head_dim_k * sizes.head_dim_v);

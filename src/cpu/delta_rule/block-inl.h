@@ -1,9 +1,9 @@
 // Blocks of 16 tokens of one head, read from the caller's tensors and made ready for the kernels. Re-included once per
 // instruction set.
 //
-// Decays are never taken as differences of cumulative log gates: inside a block every factor exp(gamma_i - gamma_j) is a
-// product of the factors exp(g_m), j < m <= i, none of which exceeds 1 for g <= 0. Nothing overflows for any gate, a gate
-// of -1000 is a factor 0, and the relative error is a few roundings instead of |gamma| * 2^-24.
+// Decays are never taken as differences of cumulative log gates: inside a block every factor exp(gamma_i - gamma_j) is
+// a product of the factors exp(g_m), j < m <= i, none of which exceeds 1 for g <= 0. Nothing overflows for any gate, a
+// gate of -1000 is a factor 0, and the relative error is a few roundings instead of |gamma| * 2^-24.
 #if defined(FW_CPU_DELTA_RULE_BLOCK_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FW_CPU_DELTA_RULE_BLOCK_INL_H_
 #undef FW_CPU_DELTA_RULE_BLOCK_INL_H_
@@ -45,7 +45,7 @@ struct Head {
   int64_t batch, begin, length;  // the sequence's tokens
   int64_t key_head, value_head;
   int64_t K, V;
-  float a = 1;           // exp(A_log)
+  float a = 1;            // exp(A_log)
   float* bias = nullptr;  // dt_bias, one per channel or 16 copies of the head's; null: 0
 
   int64_t padded_k() const { return round_up(K, kRowMultiple); }
@@ -60,15 +60,8 @@ HWY_INLINE char* row_of(const TensorView& x, int64_t batch, int64_t token, int64
 // The gate parameters of a head; `bias_buffer` holds max(padded_k, 16) floats.
 HWY_INLINE Head make_head(const DeltaRuleInputs& in, const DeltaRuleOptions& options, const DeltaRuleSizes& sizes,
                           const Sequence& sequence, int64_t value_head, float* bias_buffer) {
-  Head head{&in,
-            &options,
-            sequence.batch,
-            sequence.begin,
-            sequence.length,
-            value_head / sizes.group,
-            value_head,
-            sizes.head_dim_k,
-            sizes.head_dim_v};
+  Head head{&in,        &options,         sequence.batch,  sequence.begin, sequence.length, value_head / sizes.group,
+            value_head, sizes.head_dim_k, sizes.head_dim_v};
   if (options.gate_in_kernel && in.a_log.present()) {
     head.a = std::exp(static_cast<float>(load_element(in.a_log, value_head)));
   }
@@ -100,8 +93,8 @@ HWY_INLINE void gate_activation(const Head& head, float* x, int64_t count) {
 // n <= 16 tokens of one head. Rows n .. 15 are neutral: q = k = v = beta = 0 and decay 1.
 struct Block {
   int64_t n;
-  int64_t ld;   // padded K, the row length of every [.., K] array
-  float* k;     // [32][ld]: 16 rows of k, then 16 of q (normalised if the option is set)
+  int64_t ld;    // padded K, the row length of every [.., K] array
+  float* k;      // [32][ld]: 16 rows of k, then 16 of q (normalised if the option is set)
   float* decay;  // exp(g): [16][ld] per channel, else [16]
   float beta[kBlock];
   float rstd_k[kBlock], rstd_q[kBlock];  // of the l2 norms
@@ -168,8 +161,8 @@ HWY_INLINE void store_rows(const float* src, int64_t ld, const TensorView& x, in
   for (int64_t i = 0; i < n; ++i) store_row(src + i * ld, dst + i * step, x.dtype, x.strides[3], width);
 }
 
-// Brings the rows of tokens [token, token + 16) within [begin, end) into the second-level cache. A head's rows lie H * K
-// elements apart, often one to a page, where hardware prefetchers give up: without this the loads of a block wait for
+// Brings the rows of tokens [token, token + 16) within [begin, end) into the second-level cache. A head's rows lie H *
+// K elements apart, often one to a page, where hardware prefetchers give up: without this the loads of a block wait for
 // memory (a tenth of the forward at K = V = 128).
 HWY_INLINE void prefetch_rows(const TensorView& x, const Head& head, int64_t x_head, int64_t token, int64_t first,
                               int64_t width) {

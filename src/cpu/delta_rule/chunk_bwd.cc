@@ -11,12 +11,13 @@
 //     dg_m  = sum_{i >= m > j} M_ij + sum_{i >= m} a_i + sum_{j < m} b_j + exp(gamma_n) <S, G>
 //     G    <- exp(gamma_n) G + (e q)^T do - (beta e k)^T Y
 //
-// where M_ij = dP_ij P_ij + dA_ij A_ij, a_i = q_i . e_i (do S^T)_i + k_i . beta_i e_i X_i and b_j = k_j . w_j (R G^T)_j:
-// everything that exp(g_m) multiplies, and nothing else. (The shorter sum of q.dq + k.dk over rows leaves the other terms
-// in and cancels them: under strong decay only their rounding errors remain.) Per channel the inner products stay open.
+// where M_ij = dP_ij P_ij + dA_ij A_ij, a_i = q_i . e_i (do S^T)_i + k_i . beta_i e_i X_i and b_j = k_j . w_j (R
+// G^T)_j: everything that exp(g_m) multiplies, and nothing else. (The shorter sum of q.dq + k.dk over rows leaves the
+// other terms in and cancels them: under strong decay only their rounding errors remain.) Per channel the inner
+// products stay open.
 //
-// G's last line needs no W: W^T dR = (beta e k)^T Y. The states before the blocks are recomputed: once over the sequence,
-// keeping one state per chunk and R, then within each chunk from its first state and R.
+// G's last line needs no W: W^T dR = (beta e k)^T Y. The states before the blocks are recomputed: once over the
+// sequence, keeping one state per chunk and R, then within each chunk from its first state and R.
 
 #include <cstdint>
 #include <vector>
@@ -29,12 +30,11 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/delta_rule/chunk_bwd.cc"
-#include "hwy/foreach_target.h"
-#include "hwy/highway.h"
-
 #include "cpu/delta_rule/backward-inl.h"
 #include "cpu/delta_rule/block-inl.h"
 #include "cpu/delta_rule/state-inl.h"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fastweight::cpu::HWY_NAMESPACE {
@@ -88,29 +88,13 @@ HWY_INLINE void adjoint_solve_panel(const Block& block, const float* KG, const f
   }
 }
 
-class ChunkKernel {
+class ChunkKernel : public UnitKernel {
  public:
-  float* bias;  // [max(ld, 16)]
-  float* raw;   // [max(ld, 16)]
-  float* G;     // [panels][ld][kPanel]
-  BlockGradients gradients;
-
   void carve(Carver& carver, const DeltaRuleBackwardProblem& problem, int64_t ld, int64_t panels, int64_t longest) {
     const DeltaRuleOptions& options = problem.args.options;
-    ld_ = ld;
-    bias = carver.take<float>(std::max(ld, kBlock));
-    raw = carver.take<float>(std::max(ld, kBlock));
-    G = carver.take<float>(panels * ld * kPanel);
-    gradients.carve(carver, options.gate, ld);
+    carve_unit(carver, problem, ld, panels, longest);
     for (int64_t b = 0; b < options.chunk_size / kBlock; ++b) blocks_[b].carve(carver, options.gate, ld);
-    const bool saved = problem.args.chunk_states.present();
-    const int64_t chunks = saved ? 0 : (longest + options.chunk_size - 1) / options.chunk_size;
-    states_ = carver.take<float>(chunks * panels * ld * kPanel);
-    R_ = carver.take<float>((saved ? options.chunk_size : round_up(longest, kBlock)) * panels * kPanel);
-    block_states_ = carver.take<float>(options.chunk_size / kBlock * panels * ld * kPanel);
-    v_ = carver.take<float>(kBlock * panels * kPanel);
-    d_o_ = carver.take<float>(kBlock * panels * kPanel);
-    dv_ = carver.take<float>(kBlock * panels * kPanel);
+    R_ = carver.take<float>((saved_ ? options.chunk_size : round_up(longest, kBlock)) * panels * kPanel);
     X_ = carver.take<float>(kBlock * kPanel);
     Yd_ = carver.take<float>(2 * kBlock * kPanel);
     scaled_ = carver.take<float>(2 * kBlock * kPanel);
@@ -126,49 +110,61 @@ class ChunkKernel {
     overlap_ = carver.take<float>(options.gate == Gate::kPerChannel ? ld * kLanes : kLanes);
   }
 
+  // The states before every chunk, and R of every block: the forward without its output, with the same arithmetic.
   void open_sequence(const DeltaRuleBackwardProblem& problem, const Head& head, const Sequence& sequence,
                      const Item& item) {
-    problem_ = &problem;
-    head_ = &head;
-    sequence_ = &sequence;
-    item_ = item;
-    stride_ = item.panels * kPanel;
-    column_ = item.first_panel * kPanel;
-    width_ = std::min(stride_, head.V - column_);
-    state_size_ = item.panels * ld_ * kPanel;
-    saved_ = problem.args.chunk_states.present();
-    if (!saved_) forward_states();
+    open_unit(problem, head, sequence, item);
+    if (saved_ || sequence.length == 0) return;
+    const Gate gate = problem.args.options.gate;
+    const int64_t chunk_size = problem.args.options.chunk_size;
+    load_initial_state(states_);
+    float* running = block_states_;
+    const float* S_in = states_;
+    for (int64_t t = 0; t < sequence.length; t += kBlock) {
+      const int64_t token = sequence.begin + t;
+      const int64_t next = t + kBlock;
+      Block& block = blocks_[0];
+      load_block(head, token, std::min(kBlock, sequence.length - t), block);
+      prepare_block(gate, head.K, block);
+      load_values(token, block.n);
+      prefetch_block(head, token + kBlock);
+      prefetch_rows(problem.args.in.v, head, head.value_head, token + kBlock, column_, width_);
+      float* S_out = next % chunk_size == 0 ? states_ + next / chunk_size * state_size_ : running;
+      for (int64_t p = 0; p < item.panels; ++p) {
+        const int64_t at = p * ld_ * kPanel;
+        float* R = R_ + t * stride_ + p * kBlock * kPanel;
+        read_panel(block, kBlock, S_in + at, X_);
+        solve_panel(block, X_, v_ + p * kPanel, stride_, R);
+        if (next < sequence.length) write_panel(gate, block, S_in + at, R, S_out + at);
+      }
+      S_in = S_out;
+    }
   }
 
-  // Loads the chunk's blocks and brings the states before each of them into block_states_.
+  // Loads the chunk's blocks and brings the states before each of them into block_states_; the first stays where it is.
   int64_t open_chunk(int64_t chunk) {
-    const DeltaRuleBackward& args = problem_->args;
-    const Gate gate = args.options.gate;
-    const int64_t first = chunk * args.options.chunk_size;
-    const int64_t tokens = std::min<int64_t>(args.options.chunk_size, sequence_->length - first);
+    const Gate gate = problem_->args.options.gate;
+    const int64_t first = chunk_begin(chunk);
+    const int64_t tokens = chunk_tokens(chunk);
     const int64_t count = round_up(tokens, kBlock) / kBlock;
     chunk_R_ = saved_ ? R_ : R_ + first * stride_;
-    if (saved_) {
-      load_state(chunk_state_of(args.chunk_states, args.options.state_v_first, head_->K, head_->V, sequence_->batch,
-                                sequence_->first_chunk + chunk, item_.value_head),
-                 item_.first_panel, item_.panels, ld_, block_states_);
-    }
+    first_state_ = saved_ ? block_states_ : states_ + chunk * state_size_;
+    if (saved_) load_saved_state(chunk, block_states_);
     for (int64_t b = 0; b < count; ++b) {
       Block& block = blocks_[b];
       const int64_t token = sequence_->begin + first + b * kBlock;
       load_block(*head_, token, std::min(kBlock, tokens - b * kBlock), block);
       prepare_block(gate, head_->K, block);
-      if (b == 0 && !saved_) first_state_ = states_ + chunk * state_size_;
-      if (b == 0 && saved_) first_state_ = block_states_;
       if (saved_) load_values(token, block.n);
       for (int64_t p = 0; p < item_.panels; ++p) {
-        const float* S = state_before(b) + p * ld_ * kPanel;
+        const int64_t at = p * ld_ * kPanel;
+        const float* S = state_before(b) + at;
         float* R = block_R(b) + p * kBlock * kPanel;
         if (saved_) {
           read_panel(block, kBlock, S, X_);
           solve_panel(block, X_, v_ + p * kPanel, stride_, R);
         }
-        if (b + 1 < count) write_panel(gate, block, S, R, block_states_ + (b + 1) * state_size_ + p * ld_ * kPanel);
+        if (b + 1 < count) write_panel(gate, block, S, R, block_states_ + (b + 1) * state_size_ + at);
       }
     }
     return count;
@@ -179,18 +175,11 @@ class ChunkKernel {
     const Block& block = blocks_[b];
     load_values(token, block.n);
     load_d_o(token, block.n);
-    prefetch_block(*head_, token - args.options.chunk_size);
-    prefetch_rows(args.in.v, *head_, head_->value_head, token - kBlock, column_, width_);
-    prefetch_rows(args.d_o, *head_, head_->value_head, token - kBlock, column_, width_);
-    prefetch_rows(args.dv, *head_, head_->value_head, token, column_, width_);
-    prefetch_rows(args.dq, *head_, head_->key_head, token, 0, head_->K);
-    prefetch_rows(args.dk, *head_, head_->key_head, token, 0, head_->K);
+    prefetch_backward(token);
     const float* S = state_before(b);
     const float* R = block_R(b);
     value_gradients(block, S, R);
-    if (args.dv.present()) {
-      store_rows(dv_, stride_, args.dv, head_->batch, token, head_->value_head, block.n, column_, width_);
-    }
+    store_values(dv_, args.dv, token, block.n);
     state_gradients(block, S);
     if (args.options.gate == Gate::kPerChannel) {
       pair_adjoint_per_channel(block);
@@ -204,58 +193,6 @@ class ChunkKernel {
  private:
   const float* state_before(int64_t b) const { return b == 0 ? first_state_ : block_states_ + b * state_size_; }
   float* block_R(int64_t b) const { return chunk_R_ + b * kBlock * stride_; }
-
-  void load_values(int64_t token, int64_t n) {
-    load_rows(problem_->args.in.v, head_->batch, token, head_->value_head, n, column_, width_, v_, stride_);
-  }
-
-  void load_d_o(int64_t token, int64_t n) {
-    const TensorView& d_o = problem_->args.d_o;
-    if (!d_o.present()) {
-      std::memset(d_o_, 0, static_cast<size_t>(kBlock * stride_) * sizeof(float));
-      return;
-    }
-    load_rows(d_o, head_->batch, token, head_->value_head, n, column_, width_, d_o_, stride_);
-    const Vec scale = broadcast(static_cast<float>(problem_->scale));
-    for (int64_t i = 0; i < n * stride_; i += kLanes) store(hn::Mul(scale, load(d_o_ + i)), d_o_ + i);
-  }
-
-  // The states before every chunk, and R of every block: the forward without its output. Same arithmetic as there.
-  void forward_states() {
-    const DeltaRuleBackward& args = problem_->args;
-    const Gate gate = args.options.gate;
-    if (sequence_->length == 0) return;
-    if (args.in.initial_state.present()) {
-      load_state(state_of(args.in.initial_state, args.options.state_v_first, head_->K, head_->V, sequence_->index,
-                          item_.value_head),
-                 item_.first_panel, item_.panels, ld_, states_);
-    } else {
-      std::memset(states_, 0, static_cast<size_t>(state_size_) * sizeof(float));
-    }
-    float* running = block_states_;
-    const float* S_in = states_;
-    for (int64_t t = 0; t < sequence_->length; t += kBlock) {
-      const int64_t token = sequence_->begin + t;
-      Block& block = blocks_[0];
-      load_block(*head_, token, std::min(kBlock, sequence_->length - t), block);
-      prepare_block(gate, head_->K, block);
-      load_values(token, block.n);
-      prefetch_block(*head_, token + kBlock);
-      prefetch_rows(args.in.v, *head_, head_->value_head, token + kBlock, column_, width_);
-      const bool last = t + kBlock >= sequence_->length;
-      const int64_t next = t + kBlock;
-      const bool chunk_ends = next % args.options.chunk_size == 0;
-      float* S_out = chunk_ends ? states_ + next / args.options.chunk_size * state_size_ : running;
-      for (int64_t p = 0; p < item_.panels; ++p) {
-        const int64_t at = p * ld_ * kPanel;
-        float* R = R_ + t * stride_ + p * kBlock * kPanel;
-        read_panel(block, kBlock, S_in + at, X_);
-        solve_panel(block, X_, v_ + p * kPanel, stride_, R);
-        if (!last) write_panel(gate, block, S_in + at, R, S_out + at);
-      }
-      S_in = S_out;
-    }
-  }
 
   // Panel by panel: Y, dv, Y . v, the pair products with R, and the rows that go into states and keys later.
   void value_gradients(const Block& block, const float* S, const float* R) {
@@ -385,7 +322,8 @@ class ChunkKernel {
   }
 
   // One decay per head: rows and cols are products with dA * Lambda and dP * Lambda. On return
-  //     reading_ = e X + rows(dA, k), then dq;     writing_ = w (R G^T);     gradients.dk = cols(dP, q) + cols(dA, beta k)
+  //     reading_ = e X + rows(dA, k), then dq;     writing_ = w (R G^T);     gradients.dk = cols(dP, q) + cols(dA, beta
+  //     k)
   // and gradients.dg is done.
   void pair_adjoint_per_head(const Block& block) {
     for (int64_t i = 0; i < kBlock; ++i) {
@@ -554,35 +492,23 @@ class ChunkKernel {
     }
   }
 
-  const DeltaRuleBackwardProblem* problem_ = nullptr;
-  const Head* head_ = nullptr;
-  const Sequence* sequence_ = nullptr;
-  Item item_{};
-  int64_t ld_ = 0, stride_ = 0, column_ = 0, width_ = 0, state_size_ = 0;
-  bool saved_ = false;
-
   Block blocks_[kMostBlocks];
-  float* states_;              // [chunks][panels][ld][kPanel], before every chunk; empty when the caller saved them
-  float* R_;                   // [blocks][panels][16][kPanel] of the sequence, or of one chunk
-  float* chunk_R_ = nullptr;   // the current chunk's
-  float* block_states_;        // [blocks][panels][ld][kPanel], before every block of the chunk
+  float* R_;                  // [blocks][panels][16][kPanel] of the sequence, or of one chunk
+  float* chunk_R_ = nullptr;  // the current chunk's
   const float* first_state_ = nullptr;
-  float* v_;                   // [16][stride]
-  float* d_o_;                 // [16][stride], scaled
-  float* dv_;                  // [16][stride]
-  float* X_;                   // [16][kPanel]
-  float* Yd_;                  // [32][kPanel]: Y, then do
-  float* scaled_;              // [32][kPanel]: -e Y, then e do
-  float* writes_;              // [panels][32][kPanel]: -beta e Y, then e do
-  float* scaled_columns_;      // [panels * kPanel][32], scaled_ transposed
-  float* R_columns_;           // [panels * kPanel][16], R transposed
-  float* pair_gradients_;      // [32][16]: Y R^T, then do R^T; per head then dA and dP times Lambda
-  float* pair_factors_;        // [32][16]: per head, beta dA Lambda, then dP Lambda
-  float* reading_columns_;     // [ld][32]
-  float* writing_columns_;     // [ld][16]
-  float* reading_;             // [32][ld]
-  float* writing_;             // [16][ld]
-  float* overlap_;             // [ld][kLanes] per channel, else [kLanes]: lanes of <S, G>
+  float* X_;                // [16][kPanel]
+  float* Yd_;               // [32][kPanel]: Y, then do
+  float* scaled_;           // [32][kPanel]: -e Y, then e do
+  float* writes_;           // [panels][32][kPanel]: -beta e Y, then e do
+  float* scaled_columns_;   // [panels * kPanel][32], scaled_ transposed
+  float* R_columns_;        // [panels * kPanel][16], R transposed
+  float* pair_gradients_;   // [32][16]: Y R^T, then do R^T; per head then dA and dP times Lambda
+  float* pair_factors_;     // [32][16]: per head, beta dA Lambda, then dP Lambda
+  float* reading_columns_;  // [ld][32]
+  float* writing_columns_;  // [ld][16]
+  float* reading_;          // [32][ld]
+  float* writing_;          // [16][ld]
+  float* overlap_;          // [ld][kLanes] per channel, else [kLanes]: lanes of <S, G>
 };
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {

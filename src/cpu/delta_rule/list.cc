@@ -17,9 +17,7 @@ bool any_fp64(const Views&... views) {
 bool inputs_fp64(const DeltaRuleInputs& in) {
   return any_fp64(in.q, in.k, in.v, in.g, in.beta, in.a_log, in.dt_bias, in.initial_state);
 }
-bool has_fp64(const DeltaRuleForward& x) {
-  return inputs_fp64(x.in) || any_fp64(x.o, x.final_state, x.chunk_states);
-}
+bool has_fp64(const DeltaRuleForward& x) { return inputs_fp64(x.in) || any_fp64(x.o, x.final_state, x.chunk_states); }
 bool has_fp64(const DeltaRuleBackward& x) {
   return inputs_fp64(x.in) || any_fp64(x.d_o, x.d_final_state, x.chunk_states, x.dq, x.dk, x.dv, x.dg, x.dbeta,
                                        x.da_log, x.ddt_bias, x.d_initial_state);

@@ -56,7 +56,8 @@ HWY_INLINE void read_state(const float* key, int64_t K, const StatePanels& S, in
 }
 
 // Runs the block's n tokens over `panels` panels, a panel at a time so that it stays in the first-level cache. One pass
-// over a panel per token: it decays and updates the state, reads the output, and reads the prediction of the next token.
+// over a panel per token: it decays and updates the state, reads the output, and reads the prediction of the next
+// token.
 //
 //     u = beta (v - p),   S = exp(g) S + k^T u,   o = scale q S,   p' = (exp(g') k') S
 //

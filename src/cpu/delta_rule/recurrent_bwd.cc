@@ -1,5 +1,5 @@
-// Backward token by token, in the order of the definition. With G the gradient of S_t, do = scale * d_o, r_t the residual
-// and u_t = beta_t r_t:
+// Backward token by token, in the order of the definition. With G the gradient of S_t, do = scale * d_o, r_t the
+// residual and u_t = beta_t r_t:
 //
 //     G   += q_t^T do_t                    dq_t = do_t S_t^T
 //     du   = k_t G,  dv_t = beta_t du      dbeta_t = du . r_t
@@ -7,8 +7,8 @@
 //     G   -= k_t^T dv_t                    dg_t = <Sd_t, G>  (per channel: by rows)
 //     G    = exp(g_t) G
 //
-// States are recomputed from the chunk starts: once over the sequence, then over each chunk (keeping the states before its
-// blocks of 16), then over each block (keeping the states before its tokens).
+// States are recomputed from the chunk starts: once over the sequence, then over each chunk (keeping the states before
+// its blocks of 16), then over each block (keeping the states before its tokens).
 
 #include <cstdint>
 #include <vector>
@@ -21,42 +21,24 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/delta_rule/recurrent_bwd.cc"
-#include "hwy/foreach_target.h"
-#include "hwy/highway.h"
-
 #include "cpu/delta_rule/backward-inl.h"
 #include "cpu/delta_rule/block-inl.h"
 #include "cpu/delta_rule/recurrent-inl.h"
 #include "cpu/delta_rule/state-inl.h"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fastweight::cpu::HWY_NAMESPACE {
 namespace {
 
-class RecurrentKernel {
+class RecurrentKernel : public UnitKernel {
  public:
-  float* bias;  // [max(ld, 16)]
-  float* raw;   // [max(ld, 16)]
-  float* G;     // [panels][ld][kPanel]
-  BlockGradients gradients;
-
   void carve(Carver& carver, const DeltaRuleBackwardProblem& problem, int64_t ld, int64_t panels, int64_t longest) {
-    const DeltaRuleOptions& options = problem.args.options;
-    ld_ = ld;
-    bias = carver.take<float>(std::max(ld, kBlock));
-    raw = carver.take<float>(std::max(ld, kBlock));
-    G = carver.take<float>(panels * ld * kPanel);
-    gradients.carve(carver, options.gate, ld);
-    block_.carve(carver, options.gate, ld);
-    const bool saved = problem.args.chunk_states.present();
-    const int64_t chunks = saved ? 0 : (longest + options.chunk_size - 1) / options.chunk_size;
-    states_ = carver.take<float>(chunks * panels * ld * kPanel);
-    block_states_ = carver.take<float>((options.chunk_size / kBlock + 1) * panels * ld * kPanel);
+    carve_unit(carver, problem, ld, panels, longest);
+    block_.carve(carver, problem.args.options.gate, ld);
     token_states_ = carver.take<float>(kBlock * ld * kPanel);
-    v_ = carver.take<float>(kBlock * panels * kPanel);
     beta_ = carver.take<float>(kBlock * panels * kPanel);
-    d_o_ = carver.take<float>(kBlock * panels * kPanel);
-    dv_ = carver.take<float>(kBlock * panels * kPanel);
     dbeta_ = carver.take<float>(kBlock * panels * kPanel);
     decayed_ = carver.take<float>(kBlock * ld);
     prediction_ = carver.take<float>(panels * kPanel);
@@ -65,49 +47,28 @@ class RecurrentKernel {
 
   void open_sequence(const DeltaRuleBackwardProblem& problem, const Head& head, const Sequence& sequence,
                      const Item& item) {
-    problem_ = &problem;
-    head_ = &head;
-    sequence_ = &sequence;
-    item_ = item;
-    stride_ = item.panels * kPanel;
-    column_ = item.first_panel * kPanel;
-    width_ = std::min(stride_, head.V - column_);
-    state_size_ = item.panels * ld_ * kPanel;
-    const DeltaRuleBackward& args = problem.args;
-    if (args.chunk_states.present() || sequence.length == 0) return;
-
+    open_unit(problem, head, sequence, item);
+    if (saved_ || sequence.length == 0) return;
+    const int64_t chunk_size = problem.args.options.chunk_size;
     float* S = block_states_;
-    if (args.in.initial_state.present()) {
-      load_state(state_of(args.in.initial_state, args.options.state_v_first, head.K, head.V, sequence.index,
-                          item.value_head),
-                 item.first_panel, item.panels, ld_, S);
-    } else {
-      std::memset(S, 0, static_cast<size_t>(state_size_) * sizeof(float));
-    }
+    load_initial_state(S);
     for (int64_t t = 0; t < sequence.length; t += kBlock) {
-      if (t % args.options.chunk_size == 0) {
-        copy_state(S, states_ + t / args.options.chunk_size * state_size_);
-      }
+      if (t % chunk_size == 0) copy_state(S, states_ + t / chunk_size * state_size_);
       if (t + kBlock < sequence.length) advance(sequence.begin + t, kBlock, S);
     }
   }
 
   int64_t open_chunk(int64_t chunk) {
-    const DeltaRuleBackward& args = problem_->args;
-    chunk_first_ = chunk * args.options.chunk_size;
-    const int64_t tokens = std::min<int64_t>(args.options.chunk_size, sequence_->length - chunk_first_);
-    const int64_t count = round_up(tokens, kBlock) / kBlock;
-    if (args.chunk_states.present()) {
-      load_state(chunk_state_of(args.chunk_states, args.options.state_v_first, head_->K, head_->V, sequence_->batch,
-                                sequence_->first_chunk + chunk, item_.value_head),
-                 item_.first_panel, item_.panels, ld_, block_states_);
+    const int64_t count = round_up(chunk_tokens(chunk), kBlock) / kBlock;
+    if (saved_) {
+      load_saved_state(chunk, block_states_);
     } else {
       copy_state(states_ + chunk * state_size_, block_states_);
     }
     for (int64_t b = 0; b + 1 < count; ++b) {
       float* next = block_states_ + (b + 1) * state_size_;
       copy_state(block_states_ + b * state_size_, next);
-      advance(sequence_->begin + chunk_first_ + b * kBlock, kBlock, next);
+      advance(sequence_->begin + chunk_begin(chunk) + b * kBlock, kBlock, next);
     }
     return count;
   }
@@ -117,6 +78,7 @@ class RecurrentKernel {
     const int64_t n = std::min(kBlock, sequence_->begin + sequence_->length - token);
     load_tokens(token, n);
     load_d_o(token, n);
+    prefetch_backward(token);
     std::memset(row_sums_, 0, static_cast<size_t>(3 * kBlock * ld_ * kLanes) * sizeof(float));
     alignas(64) float dbeta[kBlock * kLanes] = {};
     for (int64_t p = 0; p < item_.panels; ++p) {
@@ -127,12 +89,10 @@ class RecurrentKernel {
       gradients.dbeta[t] = sum_of_lanes(load(dbeta + t * kLanes));
       add_rows(t);
     }
-    if (args.dv.present()) {
-      store_rows(dv_, stride_, args.dv, head_->batch, token, head_->value_head, n, column_, width_);
-    }
-    if (args.dbeta.present() && beta_per_value_) {
+    store_values(dv_, args.dv, token, n);
+    if (beta_per_value_) {
       beta_adjoint(args.options, beta_, dbeta_, n * stride_);
-      store_rows(dbeta_, stride_, args.dbeta, head_->batch, token, head_->value_head, n, column_, width_);
+      store_values(dbeta_, args.dbeta, token, n);
     }
     return block_;
   }
@@ -144,7 +104,7 @@ class RecurrentKernel {
 
   void load_tokens(int64_t token, int64_t n) {
     load_block(*head_, token, n, block_);
-    load_rows(problem_->args.in.v, head_->batch, token, head_->value_head, n, column_, width_, v_, stride_);
+    load_values(token, n);
     beta_per_value_ = load_beta_rows(*head_, token, n, column_, width_, beta_, stride_);
     make_decayed_keys(problem_->args.options.gate, block_, decayed_);
   }
@@ -154,17 +114,6 @@ class RecurrentKernel {
     load_tokens(token, n);
     recurrent_tokens(problem_->args.options.gate, block_, decayed_, head_->K, 1.0f, {S, kPanel, ld_ * kPanel},
                      item_.panels, {v_, beta_per_value_ ? beta_ : nullptr, dv_, stride_}, prediction_);
-  }
-
-  void load_d_o(int64_t token, int64_t n) {
-    const TensorView& d_o = problem_->args.d_o;
-    if (!d_o.present()) {
-      std::memset(d_o_, 0, static_cast<size_t>(kBlock * stride_) * sizeof(float));
-      return;
-    }
-    load_rows(d_o, head_->batch, token, head_->value_head, n, column_, width_, d_o_, stride_);
-    const Vec scale = broadcast(static_cast<float>(problem_->scale));
-    for (int64_t i = 0; i < n * stride_; i += kLanes) store(hn::Mul(scale, load(d_o_ + i)), d_o_ + i);
   }
 
   Vec decay_of(int64_t t, int64_t d) const {
@@ -271,21 +220,10 @@ class RecurrentKernel {
     if (!per_channel) gradients.dg[t] = sum_of_lanes(head_sum);
   }
 
-  const DeltaRuleBackwardProblem* problem_ = nullptr;
-  const Head* head_ = nullptr;
-  const Sequence* sequence_ = nullptr;
-  Item item_{};
-  int64_t ld_ = 0, stride_ = 0, column_ = 0, width_ = 0, state_size_ = 0, chunk_first_ = 0;
   bool beta_per_value_ = false;
-
   Block block_;
-  float* states_;        // [chunks][panels][ld][kPanel], before every chunk; empty when the caller saved them
-  float* block_states_;  // [blocks + 1][panels][ld][kPanel], before every block of the chunk
   float* token_states_;  // [16][ld][kPanel], of one panel before every token of the block
-  float* v_;             // [16][stride]: v, then r
   float* beta_;          // [16][stride], for one beta per value channel
-  float* d_o_;           // [16][stride], scaled
-  float* dv_;            // [16][stride]
   float* dbeta_;         // [16][stride], for one beta per value channel
   float* decayed_;       // [16][ld]
   float* prediction_;    // [stride]

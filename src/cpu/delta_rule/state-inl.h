@@ -29,8 +29,12 @@ struct StateRef {
 HWY_INLINE StateRef state_at(const TensorView& x, bool v_first, int64_t K, int64_t V, int64_t offset) {
   const auto rank = static_cast<size_t>(x.rank);
   const int64_t outer = x.strides[rank - 2], inner = x.strides[rank - 1];
-  return {static_cast<char*>(x.data) + offset * dtype_size(x.dtype), x.dtype, v_first ? inner : outer,
-          v_first ? outer : inner, K, V};
+  return {static_cast<char*>(x.data) + offset * dtype_size(x.dtype),
+          x.dtype,
+          v_first ? inner : outer,
+          v_first ? outer : inner,
+          K,
+          V};
 }
 HWY_INLINE StateRef state_of(const TensorView& x, bool v_first, int64_t K, int64_t V, int64_t n, int64_t head) {
   return state_at(x, v_first, K, V, n * x.strides[0] + head * x.strides[1]);
@@ -42,8 +46,7 @@ HWY_INLINE StateRef chunk_state_of(const TensorView& x, bool v_first, int64_t K,
 
 // Whether a panel can be moved by 4 x 4 transposes: an fp32 state whose key axis is contiguous.
 HWY_INLINE bool transposable(const StateRef& state, int64_t width) {
-  return state.dtype == DType::kF32 && state.k_stride == 1 && state.v_stride != 1 && state.K % 4 == 0 &&
-         width % 4 == 0;
+  return state.dtype == DType::kF32 && state.k_stride == 1 && state.v_stride != 1 && state.K % 4 == 0 && width % 4 == 0;
 }
 
 // Panels [first, first + panels) of the state.
@@ -57,8 +60,8 @@ HWY_INLINE void load_state(const StateRef& state, int64_t first, int64_t panels,
       transpose(reinterpret_cast<const float*>(src), state.v_stride, width, state.K, S, kPanel);
     } else {
       for (int64_t d = 0; d < state.K; ++d) {
-        load_row(src + d * state.k_stride * dtype_size(state.dtype), state.dtype, state.v_stride, width,
-                 S + d * kPanel, kPanel);
+        load_row(src + d * state.k_stride * dtype_size(state.dtype), state.dtype, state.v_stride, width, S + d * kPanel,
+                 kPanel);
       }
     }
     std::memset(S + state.K * kPanel, 0, static_cast<size_t>((ld - state.K) * kPanel) * sizeof(float));
@@ -75,8 +78,7 @@ HWY_INLINE void store_state(const float* S, const StateRef& state, int64_t first
       continue;
     }
     for (int64_t d = 0; d < state.K; ++d) {
-      store_row(S + d * kPanel, dst + d * state.k_stride * dtype_size(state.dtype), state.dtype, state.v_stride,
-                width);
+      store_row(S + d * kPanel, dst + d * state.k_stride * dtype_size(state.dtype), state.dtype, state.v_stride, width);
     }
   }
 }

@@ -10,10 +10,10 @@
 
 namespace fastweight::cpu {
 
-// Sequences, and last blocks of sequences, with fewer tokens than this run token by token: cheaper than one padded block
-// of 16 in the chunk form. The chunk implementation applies it to the end of every sequence, so that choosing between
-// "chunk" and "recurrent" by this number never changes a bit, whatever else is in the batch and wherever a sequence is
-// cut.
+// Sequences, and last blocks of sequences, with fewer tokens than this run token by token: cheaper than one padded
+// block of 16 in the chunk form. The chunk implementation applies it to the end of every sequence, so that choosing
+// between "chunk" and "recurrent" by this number never changes a bit, whatever else is in the batch and wherever a
+// sequence is cut.
 inline constexpr int64_t kCrossoverTokens = 6;
 
 // Panels [first_panel, first_panel + panels) of the values of one head of one sequence.

@@ -34,9 +34,9 @@ enum class Left {
 // What the product is added to: nothing, the matrix `c_in`, or diag(decay) c_in.
 enum class Start { kZero, kAdd, kDecay };
 
-// c_out = start + left right. The inner index runs over `segments` pieces of `depth` (a multiple of kDepthStep); between pieces
-// the left factor jumps by `a_segment` elements and the right factor goes on. Rows and columns: `rows` a multiple of 4,
-// `columns` a multiple of kLanes.
+// c_out = start + left right. The inner index runs over `segments` pieces of `depth` (a multiple of kDepthStep);
+// between pieces the left factor jumps by `a_segment` elements and the right factor goes on. Rows and columns: `rows` a
+// multiple of 4, `columns` a multiple of kLanes.
 struct Product {
   int64_t rows, columns;
   int64_t depth, segments = 1;
@@ -64,8 +64,7 @@ HWY_INLINE void product_tile(const Product& p, int64_t row, int64_t column) {
       } else if constexpr (kStart == Start::kAdd) {
         acc[m][n] = load(c_in + m * p.c_stride + n * kLanes);
       } else {
-        acc[m][n] =
-            hn::Mul(broadcast(p.decay[(row + m) * p.decay_stride]), load(c_in + m * p.c_stride + n * kLanes));
+        acc[m][n] = hn::Mul(broadcast(p.decay[(row + m) * p.decay_stride]), load(c_in + m * p.c_stride + n * kLanes));
       }
     }
   }

@@ -49,7 +49,8 @@ HWY_INLINE void store_f16(Vec x, uint16_t* p) {
 // dst[0, n) = src, dst[n, padded) = 0, padded a multiple of kLanes. A row that is not contiguous, and the last few
 // elements, are gathered into a vector's worth of their own type first: nothing outside the row is read.
 template <class T, class LoadVector>
-HWY_INLINE void load_row_as(const T* src, int64_t stride, int64_t n, float* dst, int64_t padded, LoadVector load_vector) {
+HWY_INLINE void load_row_as(const T* src, int64_t stride, int64_t n, float* dst, int64_t padded,
+                            LoadVector load_vector) {
   int64_t i = 0;
   if (stride == 1) {
     for (; i + kLanes <= n; i += kLanes) store(load_vector(src + i), dst + i);
@@ -92,8 +93,7 @@ HWY_INLINE void store_row_as(const float* src, T* dst, int64_t stride, int64_t n
 HWY_INLINE void store_row(const float* src, void* dst, DType dtype, int64_t stride, int64_t n) {
   switch (dtype) {
     case DType::kF32:
-      return store_row_as(src, static_cast<float*>(dst), stride, n,
-                          [](Vec x, float* p) HWY_ATTR { store(x, p); });
+      return store_row_as(src, static_cast<float*>(dst), stride, n, [](Vec x, float* p) HWY_ATTR { store(x, p); });
     case DType::kBF16:
       return store_row_as(src, static_cast<uint16_t*>(dst), stride, n,
                           [](Vec x, uint16_t* p) HWY_ATTR { store_bf16(x, p); });

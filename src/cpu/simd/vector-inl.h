@@ -40,7 +40,7 @@ HWY_INLINE Vec load(const float* p) { return hn::LoadU(kF32Tag, p); }
 HWY_INLINE void store(Vec x, float* p) { hn::StoreU(x, kF32Tag, p); }
 HWY_INLINE Vec broadcast(float x) { return hn::Set(kF32Tag, x); }
 HWY_INLINE Vec zero() { return hn::Zero(kF32Tag); }
-HWY_INLINE Vec fma(Vec a, Vec b, Vec c) { return hn::MulAdd(a, b, c); }    // a b + c
+HWY_INLINE Vec fma(Vec a, Vec b, Vec c) { return hn::MulAdd(a, b, c); }      // a b + c
 HWY_INLINE Vec fnma(Vec a, Vec b, Vec c) { return hn::NegMulAdd(a, b, c); }  // c - a b
 HWY_INLINE float sum_of_lanes(Vec x) { return hn::GetLane(hn::SumOfLanes(kF32Tag, x)); }
 
