@@ -30,11 +30,12 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/delta_rule/chunk_bwd.cc"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+
 #include "cpu/delta_rule/backward-inl.h"
 #include "cpu/delta_rule/block-inl.h"
 #include "cpu/delta_rule/state-inl.h"
-#include "hwy/foreach_target.h"
-#include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fastweight::cpu::HWY_NAMESPACE {

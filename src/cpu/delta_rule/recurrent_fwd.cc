@@ -11,9 +11,10 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/delta_rule/recurrent_fwd.cc"
-#include "cpu/delta_rule/forward-inl.h"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
+
+#include "cpu/delta_rule/forward-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fastweight::cpu::HWY_NAMESPACE {

@@ -8,64 +8,19 @@
 // One work item is one sequence and one q/k head with its group of value heads, so that dq and dk are summed over the
 // group in a fixed order. All scratch memory is doubles.
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstdint>
-#include <initializer_list>
+#include <utility>
 #include <vector>
 
 #include "cpu/delta_rule/implementations.h"
-#include "cpu/parallel.h"
+#include "cpu/reference.h"
 #include "cpu/scalar_types.h"
 #include "ops/sequences.h"
 #include "ops/workspace.h"
 
 namespace fastweight::cpu {
 namespace {
-
-// Element access ---------------------------------------------------------------------------------------------------
-
-// The offset of x[index.., 0..]: the axes that the index leaves out start at 0.
-int64_t at(const TensorView& x, std::initializer_list<int64_t> index) {
-  int64_t offset = 0;
-  size_t axis = 0;
-  for (int64_t i : index) offset += i * x.strides[axis++];
-  return offset;
-}
-
-double load(const TensorView& x, int64_t offset) { return load_as_double(x.data, x.dtype, offset); }
-void store(const TensorView& x, int64_t offset, double value) { store_double(x.data, x.dtype, offset, value); }
-
-int64_t last_stride(const TensorView& x) { return x.strides[static_cast<size_t>(x.rank - 1)]; }
-
-void load_row(const TensorView& x, int64_t offset, int64_t count, double* row) {
-  for (int64_t i = 0; i < count; ++i) row[i] = load(x, offset + i * last_stride(x));
-}
-
-void store_row(const TensorView& x, int64_t offset, int64_t count, const double* row) {
-  for (int64_t i = 0; i < count; ++i) store(x, offset + i * last_stride(x), row[i]);
-}
-
-// Small vectors and K x V matrices (rows contiguous) ----------------------------------------------------------------
-
-void fill(double* x, int64_t count, double value) { std::fill_n(x, count, value); }
-void copy(const double* from, int64_t count, double* to) { std::copy_n(from, count, to); }
-
-// Four partial sums let the additions overlap.
-double dot(const double* x, const double* y, int64_t count) {
-  double sum[4] = {0, 0, 0, 0};
-  int64_t i = 0;
-  for (; i + 4 <= count; i += 4) {
-    for (int64_t j = 0; j < 4; ++j) sum[j] += x[i + j] * y[i + j];
-  }
-  for (; i < count; ++i) sum[0] += x[i] * y[i];
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
-}
-
-// y += a x
-void add_scaled(double a, const double* x, int64_t count, double* y) {
-  for (int64_t i = 0; i < count; ++i) y[i] += a * x[i];
-}
 
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 double softplus(double x) { return x > 20 ? x : std::log1p(std::exp(x)); }
@@ -247,25 +202,6 @@ void scan(const Operator& op, const Sequence& sequence, int64_t h, const TensorV
     }
     store_row(o, at(o, {b, t, h}), op.V(), scratch.o);
   }
-}
-
-// Gives every thread its own copy of what `layout(carver)` describes and runs body(sequence, head, scratch).
-template <class Layout, class Body>
-void for_each_item(const Operator& op, const std::vector<Sequence>& sequences, const Context& context,
-                   const Layout& layout, const Body& body) {
-  const int64_t heads = op.sizes.num_heads;
-  const int64_t items = static_cast<int64_t>(sequences.size()) * heads;
-  if (items == 0) return;
-  const int threads = static_cast<int>(std::min<int64_t>(num_threads(context), items));
-
-  Carver measure;
-  layout(measure);
-  const size_t bytes = measure.bytes();
-  const Workspace workspace(context, bytes * static_cast<size_t>(threads));
-  parallel_for(items, threads, [&](int64_t item, int thread) {
-    Carver carver(static_cast<std::byte*>(workspace.data()) + bytes * static_cast<size_t>(thread));
-    body(sequences[static_cast<size_t>(item / heads)], item % heads, layout(carver));
-  });
 }
 
 // The backward ------------------------------------------------------------------------------------------------------
@@ -481,7 +417,7 @@ void reference_forward(const DeltaRuleForwardProblem& problem, const Context& co
   const Operator op = operator_of(problem);
   const DeltaRuleForward& args = problem.args;
   for_each_item(
-      op, sequences_of(problem), context, [&](Carver& carver) { return forward_layout(carver, op); },
+      op.sizes.num_heads, sequences_of(problem), context, [&](Carver& carver) { return forward_layout(carver, op); },
       [&](const Sequence& sequence, int64_t head, const ForwardScratch& scratch) {
         for (int64_t h = head * op.sizes.group; h < (head + 1) * op.sizes.group; ++h) {
           op.load_optional_state(op.in.initial_state, sequence.index, h, scratch.S);
@@ -497,7 +433,7 @@ void reference_step(const DeltaRuleStepProblem& problem, const Context& context)
   const Operator op = operator_of(problem);
   const DeltaRuleStep& args = problem.args;
   for_each_item(
-      op, sequences_of(problem), context, [&](Carver& carver) { return forward_layout(carver, op); },
+      op.sizes.num_heads, sequences_of(problem), context, [&](Carver& carver) { return forward_layout(carver, op); },
       [&](const Sequence& sequence, int64_t head, const ForwardScratch& scratch) {
         const int64_t slot = args.state_indices.present()
                                  ? load_integer(args.state_indices.data, args.state_indices.dtype,
@@ -544,7 +480,8 @@ void reference_backward(const DeltaRuleBackwardProblem& problem, const Context& 
   fill(ddt_bias, N * HV * width, 0);
 
   for_each_item(
-      op, sequences, context, [&](Carver& scratch) { return backward_layout(scratch, op, max_length, stored_chunks); },
+      op.sizes.num_heads, sequences, context,
+      [&](Carver& scratch) { return backward_layout(scratch, op, max_length, stored_chunks); },
       [&, da_log = da_log, ddt_bias = ddt_bias](const Sequence& sequence, int64_t head,
                                                 const BackwardScratch& scratch) {
         fill(scratch.dq, sequence.length * K, 0);
