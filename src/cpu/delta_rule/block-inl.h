@@ -109,7 +109,8 @@ struct Block {
   int64_t total_stride;       // 1 per channel, else 0
   float* pairs;               // [32][16]: A (strictly lower), then P (lower)
   float* lambda;              // [16][16] exp(gamma_i - gamma_j), i >= j; not per channel
-  float* key_columns;         // scratch [ld][16]
+  float* read_columns;        // [ld][32], read transposed
+  float* running_keys;        // per channel, scratch [ld][16]
   float* read_factor;         // per channel [16][ld]: exp(gamma_i)
   float* write_factor;        // per channel [16][ld]: exp(gamma_n - gamma_i)
 
@@ -124,7 +125,8 @@ struct Block {
     total_stride = per_channel ? 1 : 0;
     pairs = carver.take<float>(2 * kBlock * kBlock);
     lambda = per_channel ? nullptr : carver.take<float>(kBlock * kBlock);
-    key_columns = carver.take<float>(ld * kBlock);
+    read_columns = carver.take<float>(2 * kBlock * ld);
+    running_keys = per_channel ? carver.take<float>(ld * kBlock) : nullptr;
     read_factor = per_channel ? carver.take<float>(kBlock * ld) : nullptr;
     write_factor = per_channel ? carver.take<float>(kBlock * ld) : nullptr;
   }
@@ -287,17 +289,16 @@ HWY_INLINE void make_factors(Gate gate, Block& block) {
 // One decay per head:  A_ij = beta_i (k_i . k_j) Lambda_ij (i > j),  P_ij = (q_i . k_j) Lambda_ij (i >= j), with
 // Lambda_ij = exp(gamma_i - gamma_j) by rows: Lambda_i = exp(g_i) Lambda_{i-1} + e_i.
 HWY_INLINE void make_pairs_per_head(Block& block) {
-  transpose(block.k, block.ld, kBlock, block.ld, block.key_columns, kBlock);
-  product<Left::kRowMajor, Start::kZero>({.rows = 2 * kBlock,
-                                          .columns = kBlock,
-                                          .depth = block.ld,
-                                          .a = block.k,
-                                          .a_stride = block.ld,
-                                          .b = block.key_columns,
-                                          .b_stride = kBlock,
-                                          .c_in = block.pairs,
-                                          .c_out = block.pairs,
-                                          .c_stride = kBlock});
+  product<Columns, Start::kZero>({.rows = 2 * kBlock,
+                                  .columns = kBlock,
+                                  .depth = block.ld,
+                                  .a = block.read_columns,
+                                  .a_stride = 2 * kBlock,
+                                  .b = block.read_columns,
+                                  .b_stride = 2 * kBlock,
+                                  .c_in = block.pairs,
+                                  .c_out = block.pairs,
+                                  .c_stride = kBlock});
   for (int64_t v = 0; v < kBlock; v += kLanes) {
     Vec row = zero();
     for (int64_t i = 0; i < kBlock; ++i) {
@@ -312,7 +313,7 @@ HWY_INLINE void make_pairs_per_head(Block& block) {
   }
 }
 
-// One decay per channel, rows i and i + 1 (i even). key_columns holds the running keys: column j of row d is
+// One decay per channel, rows i and i + 1 (i even). Column j of row d of the running keys is
 // k_jd exp(gamma_{i-1,d} - gamma_jd) for j < i and 0 beyond. For each row they are multiplied by exp(g_i), joined by
 // token i's own key, and then dotted with k_i and q_i. Only the first kVecs vectors of tokens are not 0 yet.
 template <int kVecs>
@@ -335,7 +336,7 @@ HWY_INLINE void make_pairs_per_channel_rows(int64_t i, int64_t K, Block& block) 
     const Vec k0 = broadcast(k[d]), k1 = broadcast(k[block.ld + d]);
     const Vec q0 = broadcast(q[d]), q1 = broadcast(q[block.ld + d]);
     const Vec decay0 = broadcast(decay[d]), decay1 = broadcast(decay[block.ld + d]);
-    float* running = block.key_columns + d * kBlock;
+    float* running = block.running_keys + d * kBlock;
     FW_UNROLL
     for (int n = 0; n < kVecs; ++n) {
       Vec r = hn::Mul(load(running + n * kLanes), decay0);
@@ -368,7 +369,7 @@ HWY_INLINE void make_pairs_per_channel_rows(int64_t i, int64_t K, Block& block) 
 }
 
 HWY_INLINE void make_pairs_per_channel(int64_t K, Block& block) {
-  std::memset(block.key_columns, 0, static_cast<size_t>(block.ld * kBlock) * sizeof(float));
+  std::memset(block.running_keys, 0, static_cast<size_t>(block.ld * kBlock) * sizeof(float));
   for (int64_t i = 0; i < kBlock; i += 2) {
     if (2 * (i + 2) <= kBlock && kTokenVecs >= 2) {
       make_pairs_per_channel_rows<(kTokenVecs + 1) / 2>(i, K, block);
@@ -381,6 +382,7 @@ HWY_INLINE void make_pairs_per_channel(int64_t K, Block& block) {
 // Everything that the chunk form needs of a loaded block.
 HWY_INLINE void prepare_block(Gate gate, int64_t K, Block& block) {
   make_factors(gate, block);
+  transpose(block.read, block.ld, 2 * kBlock, block.ld, block.read_columns, 2 * kBlock);
   if (gate == Gate::kPerChannel) {
     make_pairs_per_channel(K, block);
   } else {
@@ -392,16 +394,16 @@ HWY_INLINE void prepare_block(Gate gate, int64_t K, Block& block) {
 
 // X = reads of the panel by `rows` rows (16: k alone; 32: k and q).
 HWY_INLINE void read_panel(const Block& block, int64_t rows, const float* S, float* X) {
-  product<Left::kRowMajor, Start::kZero>({.rows = rows,
-                                          .columns = kPanel,
-                                          .depth = block.ld,
-                                          .a = block.read,
-                                          .a_stride = block.ld,
-                                          .b = S,
-                                          .b_stride = kPanel,
-                                          .c_in = X,
-                                          .c_out = X,
-                                          .c_stride = kPanel});
+  product<Columns, Start::kZero>({.rows = rows,
+                                  .columns = kPanel,
+                                  .depth = block.ld,
+                                  .a = block.read_columns,
+                                  .a_stride = 2 * kBlock,
+                                  .b = S,
+                                  .b_stride = kPanel,
+                                  .c_in = X,
+                                  .c_out = X,
+                                  .c_stride = kPanel});
 }
 
 // R = (I + A)^-1 beta (v - X) by forward substitution, four rows at a time; R is [16][kPanel].
@@ -455,18 +457,18 @@ HWY_INLINE void write_panel(Gate gate, const Block& block, const float* S_in, co
     }
     R = scaled;
   }
-  product<Left::kColumnMajor, Start::kDecay>({.rows = block.ld,
-                                              .columns = kPanel,
-                                              .depth = kBlock,
-                                              .a = block.write,
-                                              .a_stride = block.ld,
-                                              .b = R,
-                                              .b_stride = kPanel,
-                                              .c_in = S_in,
-                                              .c_out = S_out,
-                                              .c_stride = kPanel,
-                                              .decay = block.total,
-                                              .decay_stride = block.total_stride});
+  product<Columns, Start::kDecay>({.rows = block.ld,
+                                   .columns = kPanel,
+                                   .depth = kBlock,
+                                   .a = block.write,
+                                   .a_stride = block.ld,
+                                   .b = R,
+                                   .b_stride = kPanel,
+                                   .c_in = S_in,
+                                   .c_out = S_out,
+                                   .c_stride = kPanel,
+                                   .decay = block.total,
+                                   .decay_stride = block.total_stride});
 }
 
 }  // namespace fastweight::cpu::HWY_NAMESPACE

@@ -104,6 +104,7 @@ class ChunkKernel : public UnitKernel {
     R_columns_ = carver.take<float>(kBlock * panels * kPanel);
     pair_gradients_ = carver.take<float>(2 * kBlock * kBlock);
     pair_factors_ = carver.take<float>(2 * kBlock * kBlock);
+    write_columns_ = carver.take<float>(options.gate == Gate::kPerChannel ? kBlock * ld : 0);
     reading_columns_ = carver.take<float>(2 * kBlock * ld);
     writing_columns_ = carver.take<float>(kBlock * ld);
     reading_ = carver.take<float>(2 * kBlock * ld);
@@ -203,20 +204,25 @@ class ChunkKernel : public UnitKernel {
     if (gate != Gate::kNone) {
       std::memset(overlap_, 0, static_cast<size_t>(gate == Gate::kPerChannel ? ld_ * kLanes : kLanes) * sizeof(float));
     }
+    // Without per-channel factors a write is a read without its scale.
+    const bool own_writes = gate == Gate::kPerChannel;
+    const float* write_columns = own_writes ? write_columns_ : block.read_columns;
+    const int64_t write_stride = own_writes ? kBlock : 2 * kBlock;
+    if (own_writes) transpose(block.write, ld_, kBlock, ld_, write_columns_, kBlock);
     for (int64_t p = 0; p < item_.panels; ++p) {
       const float* G_p = G + p * ld_ * kPanel;
       const float* R_p = R + p * kBlock * kPanel;
       const float* d_o = d_o_ + p * kPanel;
-      product<Left::kRowMajor, Start::kZero>({.rows = kBlock,
-                                              .columns = kPanel,
-                                              .depth = ld_,
-                                              .a = block.write,
-                                              .a_stride = ld_,
-                                              .b = G_p,
-                                              .b_stride = kPanel,
-                                              .c_in = X_,
-                                              .c_out = X_,
-                                              .c_stride = kPanel});
+      product<Columns, Start::kZero>({.rows = kBlock,
+                                      .columns = kPanel,
+                                      .depth = ld_,
+                                      .a = write_columns,
+                                      .a_stride = write_stride,
+                                      .b = G_p,
+                                      .b_stride = kPanel,
+                                      .c_in = X_,
+                                      .c_out = X_,
+                                      .c_stride = kPanel});
       adjoint_solve_panel(block, X_, d_o, stride_, Yd_);
       float* writes = writes_ + p * 2 * kBlock * kPanel;
       for (int64_t i = 0; i < kBlock; ++i) {
@@ -242,16 +248,15 @@ class ChunkKernel : public UnitKernel {
       }
       transpose(scaled_, kPanel, 2 * kBlock, kPanel, scaled_columns_ + p * kPanel * 2 * kBlock, 2 * kBlock);
       transpose(R_p, kPanel, kBlock, kPanel, R_columns_ + p * kPanel * kBlock, kBlock);
-      product<Left::kRowMajor, Start::kAdd>({.rows = 2 * kBlock,
-                                             .columns = kBlock,
-                                             .depth = kPanel,
-                                             .a = Yd_,
-                                             .a_stride = kPanel,
-                                             .b = R_columns_ + p * kPanel * kBlock,
-                                             .b_stride = kBlock,
-                                             .c_in = pair_gradients_,
-                                             .c_out = pair_gradients_,
-                                             .c_stride = kBlock});
+      product<Rows<kPanel>, Start::kAdd>({.rows = 2 * kBlock,
+                                          .columns = kBlock,
+                                          .depth = kPanel,
+                                          .a = Yd_,
+                                          .b = R_columns_ + p * kPanel * kBlock,
+                                          .b_stride = kBlock,
+                                          .c_in = pair_gradients_,
+                                          .c_out = pair_gradients_,
+                                          .c_stride = kBlock});
       if (gate == Gate::kPerHead) add_overlap<0>(S + p * ld_ * kPanel, G_p);
       if (gate == Gate::kPerChannel) add_overlap<kLanes>(S + p * ld_ * kPanel, G_p);
     }
@@ -279,46 +284,44 @@ class ChunkKernel : public UnitKernel {
 
   // Sums over value columns: reading_ = -Y S^T and do S^T (with the per-head e), writing_ = R G^T. Then G's update.
   void state_gradients(const Block& block, const float* S) {
-    product<Left::kRowMajor, Start::kZero>({.rows = ld_,
-                                            .columns = 2 * kBlock,
-                                            .depth = kPanel,
-                                            .segments = item_.panels,
-                                            .a = S,
-                                            .a_stride = kPanel,
-                                            .a_segment = ld_ * kPanel,
-                                            .b = scaled_columns_,
-                                            .b_stride = 2 * kBlock,
-                                            .c_in = reading_columns_,
-                                            .c_out = reading_columns_,
-                                            .c_stride = 2 * kBlock});
-    product<Left::kRowMajor, Start::kZero>({.rows = ld_,
-                                            .columns = kBlock,
-                                            .depth = kPanel,
-                                            .segments = item_.panels,
-                                            .a = G,
-                                            .a_stride = kPanel,
-                                            .a_segment = ld_ * kPanel,
-                                            .b = R_columns_,
-                                            .b_stride = kBlock,
-                                            .c_in = writing_columns_,
-                                            .c_out = writing_columns_,
-                                            .c_stride = kBlock});
+    product<Rows<kPanel>, Start::kZero>({.rows = ld_,
+                                         .columns = 2 * kBlock,
+                                         .depth = kPanel,
+                                         .segments = item_.panels,
+                                         .a = S,
+                                         .a_segment = ld_ * kPanel,
+                                         .b = scaled_columns_,
+                                         .b_stride = 2 * kBlock,
+                                         .c_in = reading_columns_,
+                                         .c_out = reading_columns_,
+                                         .c_stride = 2 * kBlock});
+    product<Rows<kPanel>, Start::kZero>({.rows = ld_,
+                                         .columns = kBlock,
+                                         .depth = kPanel,
+                                         .segments = item_.panels,
+                                         .a = G,
+                                         .a_segment = ld_ * kPanel,
+                                         .b = R_columns_,
+                                         .b_stride = kBlock,
+                                         .c_in = writing_columns_,
+                                         .c_out = writing_columns_,
+                                         .c_stride = kBlock});
     transpose(reading_columns_, 2 * kBlock, ld_, 2 * kBlock, reading_, ld_);
     transpose(writing_columns_, kBlock, ld_, kBlock, writing_, ld_);
     for (int64_t p = 0; p < item_.panels; ++p) {
       float* G_p = G + p * ld_ * kPanel;
-      product<Left::kColumnMajor, Start::kDecay>({.rows = ld_,
-                                                  .columns = kPanel,
-                                                  .depth = 2 * kBlock,
-                                                  .a = block.read,
-                                                  .a_stride = ld_,
-                                                  .b = writes_ + p * 2 * kBlock * kPanel,
-                                                  .b_stride = kPanel,
-                                                  .c_in = G_p,
-                                                  .c_out = G_p,
-                                                  .c_stride = kPanel,
-                                                  .decay = block.total,
-                                                  .decay_stride = block.total_stride});
+      product<Columns, Start::kDecay>({.rows = ld_,
+                                       .columns = kPanel,
+                                       .depth = 2 * kBlock,
+                                       .a = block.read,
+                                       .a_stride = ld_,
+                                       .b = writes_ + p * 2 * kBlock * kPanel,
+                                       .b_stride = kPanel,
+                                       .c_in = G_p,
+                                       .c_out = G_p,
+                                       .c_stride = kPanel,
+                                       .decay = block.total,
+                                       .decay_stride = block.total_stride});
     }
   }
 
@@ -350,26 +353,25 @@ class ChunkKernel : public UnitKernel {
         store(dP, pair_factors_ + p);
       }
     }
-    product<Left::kRowMajor, Start::kAdd>({.rows = 2 * kBlock,
-                                           .columns = ld_,
-                                           .depth = kBlock,
-                                           .a = pair_gradients_,
-                                           .a_stride = kBlock,
-                                           .b = block.k,
-                                           .b_stride = ld_,
-                                           .c_in = reading_,
-                                           .c_out = reading_,
-                                           .c_stride = ld_});
-    product<Left::kColumnMajor, Start::kZero>({.rows = kBlock,
-                                               .columns = ld_,
-                                               .depth = 2 * kBlock,
-                                               .a = pair_factors_,
-                                               .a_stride = kBlock,
-                                               .b = block.k,
-                                               .b_stride = ld_,
-                                               .c_in = gradients.dk,
-                                               .c_out = gradients.dk,
-                                               .c_stride = ld_});
+    product<Rows<kBlock>, Start::kAdd>({.rows = 2 * kBlock,
+                                        .columns = ld_,
+                                        .depth = kBlock,
+                                        .a = pair_gradients_,
+                                        .b = block.k,
+                                        .b_stride = ld_,
+                                        .c_in = reading_,
+                                        .c_out = reading_,
+                                        .c_stride = ld_});
+    product<Columns, Start::kZero>({.rows = kBlock,
+                                    .columns = ld_,
+                                    .depth = 2 * kBlock,
+                                    .a = pair_factors_,
+                                    .a_stride = kBlock,
+                                    .b = block.k,
+                                    .b_stride = ld_,
+                                    .c_in = gradients.dk,
+                                    .c_out = gradients.dk,
+                                    .c_stride = ld_});
   }
 
   // From Y R^T and do R^T in pair_gradients_ and the state parts in reading_ and writing_.
@@ -505,6 +507,7 @@ class ChunkKernel : public UnitKernel {
   float* R_columns_;        // [panels * kPanel][16], R transposed
   float* pair_gradients_;   // [32][16]: Y R^T, then do R^T; per head then dA and dP times Lambda
   float* pair_factors_;     // [32][16]: per head, beta dA Lambda, then dP Lambda
+  float* write_columns_;    // [ld][16], per channel: the block's writes transposed
   float* reading_columns_;  // [ld][32]
   float* writing_columns_;  // [ld][16]
   float* reading_;          // [32][ld]
