@@ -13,6 +13,9 @@ if(NOT CMAKE_CXX_COMPILER_LAUNCHER)
   endif()
 endif()
 
+if(FASTWEIGHT_FUZZ AND NOT FASTWEIGHT_SANITIZE)
+  message(FATAL_ERROR "FASTWEIGHT_FUZZ=ON needs FASTWEIGHT_SANITIZE, for example address,undefined")
+endif()
 if(FASTWEIGHT_FUZZ AND NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")
   message(FATAL_ERROR "FASTWEIGHT_FUZZ=ON needs clang, the compiler is ${CMAKE_CXX_COMPILER_ID}")
 endif()
@@ -39,18 +42,35 @@ function(fastweight_options target)
     target_compile_options(${target} PRIVATE -Werror)
   endif()
 
-  set(sanitizers ${FASTWEIGHT_SANITIZE})
-  if(FASTWEIGHT_FUZZ)
-    list(APPEND sanitizers fuzzer-no-link)
+  if(FASTWEIGHT_SANITIZE)
+    fastweight_sanitize(${target})
   endif()
-  if(sanitizers)
-    list(JOIN sanitizers "," sanitizers)
-    target_compile_options(
-      ${target} PRIVATE -fsanitize=${sanitizers} -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
-    target_link_options(${target} PRIVATE -fsanitize=${sanitizers})
-    if(NOT target STREQUAL "fastweight")
-      # These checks triple the time to compile the JSON library.
-      target_compile_options(${target} PRIVATE -fno-sanitize=undefined)
+endfunction()
+
+# Kernels are deep trees of inlined functions, in which full instrumentation takes minutes per file. Left out is what
+# costs most and finds least beside the address checks: scopes of temporaries, null and object-size tests, and one of the
+# instruction sets.
+function(fastweight_sanitize target)
+  target_compile_options(${target} PRIVATE -fsanitize=${FASTWEIGHT_SANITIZE} -fno-sanitize-recover=all
+                                           -fno-omit-frame-pointer -g1)
+  target_link_options(${target} PRIVATE -fsanitize=${FASTWEIGHT_SANITIZE})
+  target_compile_definitions(
+    ${target} PRIVATE
+    "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4|HWY_AVX3|HWY_AVX3_DL|HWY_SVE|HWY_SVE2|HWY_RVV)")
+  if(FASTWEIGHT_SANITIZE MATCHES "address")
+    target_compile_options(${target} PRIVATE -fno-sanitize-address-use-after-scope)
+    if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+      target_compile_options(${target} PRIVATE "SHELL:-mllvm -asan-stack=0"
+                                               "SHELL:-mllvm -asan-instrumentation-with-call-threshold=0")
     endif()
+  endif()
+  if(NOT target STREQUAL "fastweight")
+    # These checks triple the time to compile the JSON library.
+    target_compile_options(${target} PRIVATE -fno-sanitize=undefined)
+  elseif(FASTWEIGHT_SANITIZE MATCHES "undefined")
+    target_compile_options(${target} PRIVATE -fno-sanitize=null,object-size,vptr,pointer-overflow,alignment)
+  endif()
+  if(FASTWEIGHT_FUZZ)
+    target_compile_options(${target} PRIVATE -fsanitize=fuzzer-no-link)
   endif()
 endfunction()

@@ -2,73 +2,16 @@
 
 #include <array>
 #include <cmath>
-#include <limits>
-#include <numbers>
+
+#include "support/random.h"
 
 namespace fastweight::support {
 namespace {
-
-// splitmix64 and Box-Muller: the standard library's distributions differ between platforms.
-class Random {
- public:
-  Random(uint64_t seed, uint64_t stream) : state_(seed * 0x9e3779b97f4a7c15 + stream * 0xd1342543de82ef95) { next(); }
-
-  double uniform() { return (static_cast<double>(next() >> 11) + 0.5) * 0x1p-53; }  // in (0, 1)
-
-  double normal() {
-    if (has_spare_) {
-      has_spare_ = false;
-      return spare_;
-    }
-    const double radius = std::sqrt(-2 * std::log(uniform()));
-    const double angle = 2 * std::numbers::pi * uniform();
-    spare_ = radius * std::sin(angle);
-    has_spare_ = true;
-    return radius * std::cos(angle);
-  }
-
- private:
-  uint64_t next() {
-    state_ += 0x9e3779b97f4a7c15;
-    uint64_t z = state_;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
-    return z ^ (z >> 31);
-  }
-
-  uint64_t state_;
-  bool has_spare_ = false;
-  double spare_ = 0;
-};
 
 // Every tensor has its own stream: leaving one out does not change the others.
 enum Stream : uint64_t { kQ = 1, kK, kV, kG, kBeta, kALog, kDtBias, kInitialState, kDO, kDFinalState };
 
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
-
-template <class Draw>
-Tensor drawn(DType dtype, std::vector<int64_t> shape, const Draw& draw_one) {
-  Tensor tensor(dtype, std::move(shape));
-  for (int64_t i = 0; i < tensor.size(); ++i) tensor.set(i, draw_one());
-  return tensor;
-}
-
-Tensor normals(DType dtype, std::vector<int64_t> shape, uint64_t seed, Stream stream) {
-  Random random(seed, stream);
-  return drawn(dtype, std::move(shape), [&] { return random.normal(); });
-}
-
-Tensor unit_rows(const Tensor& x) {
-  const int64_t width = x.shape().back();
-  Tensor result = x;
-  for (int64_t row = 0; row < x.size(); row += width) {
-    double squares = 0;
-    for (int64_t i = row; i < row + width; ++i) squares += x[i] * x[i];
-    const double norm = std::sqrt(squares);
-    for (int64_t i = row; i < row + width; ++i) result.set(i, norm > 0 ? x[i] / norm : 0);
-  }
-  return result;
-}
 
 Tensor draw_gate(const DeltaRuleSpec& spec, std::vector<int64_t> shape, uint64_t seed) {
   Random random(seed, kG);
@@ -92,15 +35,6 @@ std::vector<int64_t> state_shape(const DeltaRuleSpec& spec) {
   if (spec.options.state_v_first) return {num_sequences(spec), spec.HV, spec.V, spec.K};
   return {num_sequences(spec), spec.HV, spec.K, spec.V};
 }
-
-Tensor poisoned(DType dtype, std::vector<int64_t> shape) {
-  Tensor tensor(dtype, std::move(shape));
-  tensor.fill(std::numeric_limits<double>::quiet_NaN());
-  return tensor;
-}
-
-// An output for the gradient of x; absent if x is.
-Tensor poisoned_like(const Tensor& x) { return x.present() ? poisoned(x.dtype(), x.shape()) : Tensor(); }
 
 }  // namespace
 
@@ -170,10 +104,7 @@ DeltaRuleCase draw(const DeltaRuleSpec& spec, uint64_t seed) {
     });
   }
   if (spec.initial_state) result.initial_state = normals(wide(spec), state_shape(spec), seed, kInitialState);
-  if (!spec.cu_seqlens.empty()) {
-    const std::vector<double> offsets(spec.cu_seqlens.begin(), spec.cu_seqlens.end());
-    result.cu_seqlens = Tensor(DType::kI64, {static_cast<int64_t>(offsets.size())}, offsets);
-  }
+  result.cu_seqlens = offsets_tensor(spec.cu_seqlens);
   result.d_o = normals(spec.dtype, {B, T, HV, V}, seed, kDO);
   result.d_final_state = normals(wide(spec), state_shape(spec), seed, kDFinalState);
   return result;

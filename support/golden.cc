@@ -4,9 +4,12 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <initializer_list>
 #include <iterator>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
+
+#include "support/random.h"
 
 namespace fastweight::support {
 namespace {
@@ -108,10 +111,7 @@ GoldenCase golden_case(const std::string& path) {
   problem.initial_state = file.tensors["in.h0"];
   problem.d_o = file.tensors["in.do"];
   problem.d_final_state = file.tensors["in.dht"];
-  if (!spec.cu_seqlens.empty()) {
-    const std::vector<double> offsets(spec.cu_seqlens.begin(), spec.cu_seqlens.end());
-    problem.cu_seqlens = Tensor(DType::kI64, {static_cast<int64_t>(offsets.size())}, offsets);
-  }
+  problem.cu_seqlens = offsets_tensor(spec.cu_seqlens);
 
   DeltaRuleResults& expected = result.expected;
   expected.implementation = "golden";
@@ -128,6 +128,66 @@ GoldenCase golden_case(const std::string& path) {
   return result;
 }
 
+TttLinearGoldenCase ttt_linear_golden_case(const std::string& path) {
+  SafeTensors file = read_safetensors(path);
+  const json meta = json::parse(file.metadata["case"]);
+
+  TttLinearGoldenCase result;
+  TttLinearSpec& spec = result.problem.spec;
+  spec.name = meta.at("name").get<std::string>();
+  spec.B = meta.at("B").get<int64_t>();
+  spec.T = meta.at("T").get<int64_t>();
+  spec.H = meta.at("H").get<int64_t>();
+  spec.D = meta.at("D").get<int64_t>();
+  spec.cu_seqlens = meta.value("cu_seqlens", std::vector<int64_t>{});
+  spec.options.scale = meta.value("scale", TttLinearOptions::kUnset);
+  spec.options.mini_batch = meta.value("chunk_size", 16);
+
+  TttLinearCase& problem = result.problem;
+  problem.q = file.tensors["in.q"];
+  problem.k = file.tensors["in.k"];
+  problem.v = file.tensors["in.v"];
+  problem.w = file.tensors["in.w"];
+  problem.b = file.tensors["in.b"];
+  problem.eta = file.tensors["in.eta"];
+  problem.initial_state = file.tensors["in.h0"];
+  problem.initial_state_bias = file.tensors["in.hb0"];
+  problem.d_o = file.tensors["in.do"];
+  problem.d_final_state = file.tensors["in.dht"];
+  problem.d_final_state_bias = file.tensors["in.dhbt"];
+  problem.cu_seqlens = offsets_tensor(spec.cu_seqlens);
+
+  TttLinearResults& expected = result.expected;
+  expected.implementation = "golden";
+  expected.o = file.tensors["out.o"];
+  expected.final_state = file.tensors["out.ht"];
+  expected.final_state_bias = file.tensors["out.hbt"];
+  expected.dq = file.tensors["out.dq"];
+  expected.dk = file.tensors["out.dk"];
+  expected.dv = file.tensors["out.dv"];
+  expected.dw = file.tensors["out.dw"];
+  expected.db = file.tensors["out.db"];
+  expected.deta = file.tensors["out.deta"];
+  expected.d_initial_state = file.tensors["out.dh0"];
+  expected.d_initial_state_bias = file.tensors["out.dhb0"];
+  return result;
+}
+
+// The safetensors files of the folder whose names begin with one of the prefixes, sorted.
+std::vector<std::string> golden_paths(const std::string& folder, std::initializer_list<const char*> prefixes) {
+  std::error_code error;
+  std::vector<std::string> paths;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
+    const std::string stem = entry.path().stem().string();
+    const bool ours =
+        std::any_of(prefixes.begin(), prefixes.end(), [&](const char* prefix) { return stem.starts_with(prefix); });
+    if (ours && entry.path().extension() == ".safetensors") paths.push_back(entry.path().string());
+  }
+  if (error) fail(folder, error.message());
+  std::sort(paths.begin(), paths.end());
+  return paths;
+}
+
 }  // namespace
 
 SafeTensors read_safetensors(const std::string& path) {
@@ -142,17 +202,16 @@ SafeTensors read_safetensors(const std::string& path) {
 }
 
 std::vector<GoldenCase> load_delta_rule_golden(const std::string& folder) {
-  std::error_code error;
-  std::vector<std::string> paths;
-  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
-    const std::string stem = entry.path().stem().string();
-    const bool ours = stem.starts_with("delta_rule_") || stem.starts_with("gdn_") || stem.starts_with("kda_");
-    if (ours && entry.path().extension() == ".safetensors") paths.push_back(entry.path().string());
-  }
-  if (error) fail(folder, error.message());
-  std::sort(paths.begin(), paths.end());
   std::vector<GoldenCase> cases;
-  for (const std::string& path : paths) cases.push_back(golden_case(path));
+  for (const std::string& path : golden_paths(folder, {"delta_rule_", "gdn_", "kda_"})) {
+    cases.push_back(golden_case(path));
+  }
+  return cases;
+}
+
+std::vector<TttLinearGoldenCase> load_ttt_linear_golden(const std::string& folder) {
+  std::vector<TttLinearGoldenCase> cases;
+  for (const std::string& path : golden_paths(folder, {"ttt_"})) cases.push_back(ttt_linear_golden_case(path));
   return cases;
 }
 

@@ -7,6 +7,7 @@
 
 #include "support/delta_rule_case.h"
 #include "support/tensor.h"
+#include "support/ttt_linear_case.h"
 
 namespace fastweight::support {
 
@@ -23,5 +24,13 @@ struct GoldenCase {
 
 // Every delta-rule-family case in the folder (delta_rule_*, gdn_*, kda_*), by name.
 std::vector<GoldenCase> load_delta_rule_golden(const std::string& folder);
+
+struct TttLinearGoldenCase {
+  TttLinearCase problem;      // fp32 inputs
+  TttLinearResults expected;  // fp64 answers
+};
+
+// Every case of TTT-linear in the folder (ttt_*), by name.
+std::vector<TttLinearGoldenCase> load_ttt_linear_golden(const std::string& folder);
 
 }  // namespace fastweight::support

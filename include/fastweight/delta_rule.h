@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "fastweight/context.h"
+#include "fastweight/info.h"
 #include "fastweight/tensor.h"
 
 namespace fastweight {
@@ -100,12 +101,6 @@ std::string delta_rule_step(const Context& context, const DeltaRuleStep& args);
 
 // The number of chunks NT along axis 1 of chunk_states: ceil(T / C), or the sum over the sequences of cu_seqlens.
 int64_t delta_rule_num_chunks(int64_t tokens, const TensorView& cu_seqlens, int32_t chunk_size);
-
-struct ImplementationInfo {
-  std::string name;
-  std::string mode;    // forward, backward or step
-  std::string device;  // cpu or cuda
-};
 
 // What the library holds for this family, most special first.
 std::vector<ImplementationInfo> delta_rule_implementations();

@@ -6,3 +6,4 @@
 #include "fastweight/error.h"
 #include "fastweight/info.h"
 #include "fastweight/tensor.h"
+#include "fastweight/ttt_linear.h"

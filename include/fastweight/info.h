@@ -15,4 +15,11 @@ std::vector<std::string> cpu_targets();
 // How many threads `num_threads = 0` stands for.
 int default_num_threads();
 
+// One entry of an operator family's list of implementations.
+struct ImplementationInfo {
+  std::string name;
+  std::string mode;    // forward, backward or step
+  std::string device;  // cpu or cuda
+};
+
 }  // namespace fastweight

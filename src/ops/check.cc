@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <vector>
 
 #include "fastweight/error.h"
 
@@ -233,6 +234,70 @@ void context(const Context& context) {
   if ((workspace.allocate == nullptr) != (workspace.release == nullptr)) {
     invalid("workspace", "both allocate and release, or neither",
             workspace.release == nullptr ? "allocate alone" : "release alone");
+  }
+}
+
+void cu_seqlens(const TensorView& view, int64_t tokens) {
+  integer_vector("cu_seqlens", view);
+  if (view.shape[0] < 1) invalid("cu_seqlens", "at least one element", "shape [0]");
+  if (view.device.type != DeviceType::kCpu) return;
+  const auto at = [&](int64_t n) { return integer_at(view, n); };
+  const int64_t last = view.shape[0] - 1;
+  if (at(0) != 0) invalid("cu_seqlens", "0 at position 0", std::to_string(at(0)));
+  for (int64_t n = 0; n < last; ++n) {
+    if (at(n + 1) >= at(n)) continue;
+    invalid("cu_seqlens", "at least " + std::to_string(at(n)) + " at position " + std::to_string(n + 1),
+            std::to_string(at(n + 1)));
+  }
+  if (at(last) != tokens) {
+    invalid("cu_seqlens", "the token count " + std::to_string(tokens) + " at position " + std::to_string(last),
+            std::to_string(at(last)));
+  }
+}
+
+void state_indices(const TensorView& view, int64_t num_sequences, int64_t slots) {
+  integer_vector("state_indices", view);
+  shape("state_indices", view, {num_sequences});
+  if (view.device.type != DeviceType::kCpu) return;
+  std::vector<int64_t> used;
+  used.reserve(static_cast<size_t>(num_sequences));
+  for (int64_t n = 0; n < num_sequences; ++n) {
+    const int64_t slot = integer_at(view, n);
+    if (slot < -1 || slot >= slots) {
+      invalid("state_indices", "a slot from -1 to " + std::to_string(slots - 1) + " at position " + std::to_string(n),
+              std::to_string(slot));
+    }
+    if (slot >= 0) used.push_back(slot);
+  }
+  std::sort(used.begin(), used.end());
+  const auto repeated = std::adjacent_find(used.begin(), used.end());
+  if (repeated != used.end()) {
+    invalid("state_indices", "every slot at most once", "slot " + std::to_string(*repeated) + " twice");
+  }
+}
+
+void gradient(const char* name, const TensorView& gradient, const char* input_name, const TensorView& input) {
+  if (!gradient.present()) return;
+  if (!input.present()) invalid(name, std::string("none without ") + input_name, "a tensor");
+  Shape expected{};
+  expected.extents = input.shape;
+  expected.rank = input.rank;
+  shape(name, gradient, expected);
+  dtype(name, gradient, {input.dtype, DType::kF32});
+}
+
+void scratch_extent(int64_t batch, int64_t tokens, int64_t num_sequences, int64_t num_heads, int64_t max_head_dim) {
+  constexpr int64_t kBytesPerItem = 64;
+  int64_t per_head = 0;
+  bool overflow = __builtin_mul_overflow(num_heads, max_head_dim * max_head_dim * kBytesPerItem, &per_head);
+  int64_t items = 0;
+  overflow |= __builtin_mul_overflow(batch, tokens, &items);
+  overflow |= __builtin_add_overflow(items, std::max(num_sequences, batch), &items);
+  overflow |= __builtin_mul_overflow(items, per_head, &items);
+  if (overflow) {
+    invalid("q", "a problem whose scratch memory fits the address space",
+            "batch " + std::to_string(batch) + ", tokens " + std::to_string(tokens) + ", heads " +
+                std::to_string(num_heads));
   }
 }
 

@@ -56,6 +56,19 @@ void integer_vector(const char* name, const TensorView& view);
 
 void context(const Context& context);
 
+// Offsets of packed sequences: [N + 1] integers that start at 0, do not decrease and end at the token count.
+void cu_seqlens(const TensorView& view, int64_t tokens);
+
+// The slot of each sequence, from -1 to slots - 1: two sequences must not advance one state.
+void state_indices(const TensorView& view, int64_t num_sequences, int64_t slots);
+
+// A gradient, where asked for, has the shape of its input, and its type or fp32.
+void gradient(const char* name, const TensorView& gradient, const char* input_name, const TensorView& input);
+
+// Kernels index scratch memory of the order of all tokens and of all chunk states; 64 bits must suffice for it. Only
+// broadcast inputs can be that large.
+void scratch_extent(int64_t batch, int64_t tokens, int64_t num_sequences, int64_t num_heads, int64_t max_head_dim);
+
 // Memory. A view that is written must have elements of its own: none twice, and none of another view of the call.
 // Both tests are sufficient conditions; they accept every dense view and every slice of a packed buffer.
 bool has_distinct_elements(const TensorView& view);

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <new>
 #include <span>
 #include <vector>
 
@@ -157,27 +155,6 @@ void check_qkv(const DeltaRuleInputs& in, DeltaRuleSizes& sizes) {
   sizes.group = sizes.num_value_heads / sizes.num_heads;
 }
 
-void check_cu_seqlens_values(const TensorView& cu_seqlens, int64_t tokens) {
-  const auto at = [&](int64_t n) { return check::integer_at(cu_seqlens, n); };
-  const int64_t last = cu_seqlens.shape[0] - 1;
-  if (at(0) != 0) invalid("cu_seqlens", "0 at position 0", std::to_string(at(0)));
-  for (int64_t n = 0; n < last; ++n) {
-    if (at(n + 1) >= at(n)) continue;
-    invalid("cu_seqlens", "at least " + std::to_string(at(n)) + " at position " + std::to_string(n + 1),
-            std::to_string(at(n + 1)));
-  }
-  if (at(last) != tokens) {
-    invalid("cu_seqlens", "the token count " + std::to_string(tokens) + " at position " + std::to_string(last),
-            std::to_string(at(last)));
-  }
-}
-
-void check_cu_seqlens(const TensorView& cu_seqlens, int64_t tokens) {
-  check::integer_vector("cu_seqlens", cu_seqlens);
-  if (cu_seqlens.shape[0] < 1) invalid("cu_seqlens", "at least one element", "shape [0]");
-  if (cu_seqlens.device.type == DeviceType::kCpu) check_cu_seqlens_values(cu_seqlens, tokens);
-}
-
 // The chunks of checked sequences. Lengths in device memory cannot be read here: then an upper bound.
 int64_t count_chunks(int64_t tokens, const TensorView& cu_seqlens, int64_t chunk_size) {
   const auto chunks_of = [&](int64_t length) { return length / chunk_size + (length % chunk_size != 0); };
@@ -196,27 +173,10 @@ void check_sequences(const DeltaRuleInputs& in, const DeltaRuleOptions& options,
   sizes.num_sequences = sizes.batch;
   if (in.cu_seqlens.present()) {
     if (sizes.batch != 1) invalid("cu_seqlens", "a batch of 1", "a batch of " + std::to_string(sizes.batch));
-    check_cu_seqlens(in.cu_seqlens, sizes.tokens);
+    check::cu_seqlens(in.cu_seqlens, sizes.tokens);
     sizes.num_sequences = in.cu_seqlens.shape[0] - 1;
   }
   sizes.num_chunks = count_chunks(sizes.tokens, in.cu_seqlens, options.chunk_size);
-}
-
-// Kernels index scratch memory of the order of all tokens and of all chunk states; 64 bits must suffice for it. Only
-// broadcast inputs can be that large.
-void check_scratch_extent(const DeltaRuleSizes& sizes) {
-  constexpr int64_t kBytesPerItem = 64;
-  int64_t per_head = 0;
-  bool overflow = __builtin_mul_overflow(sizes.num_value_heads, kMaxHeadDim * kMaxHeadDim * kBytesPerItem, &per_head);
-  int64_t items = 0;
-  overflow |= __builtin_mul_overflow(sizes.batch, sizes.tokens, &items);
-  overflow |= __builtin_add_overflow(items, std::max(sizes.num_sequences, sizes.batch), &items);
-  overflow |= __builtin_mul_overflow(items, per_head, &items);
-  if (overflow) {
-    invalid("q", "a problem whose scratch memory fits the address space",
-            "batch " + std::to_string(sizes.batch) + ", tokens " + std::to_string(sizes.tokens) + ", value heads " +
-                std::to_string(sizes.num_value_heads));
-  }
 }
 
 void check_beta(const DeltaRuleInputs& in, const DeltaRuleOptions& options, const DeltaRuleSizes& sizes) {
@@ -306,7 +266,7 @@ DeltaRuleSizes check_inputs(const DeltaRuleInputs& in, const DeltaRuleOptions& o
   DeltaRuleSizes sizes;
   check_qkv(in, sizes);
   check_sequences(in, options, sizes);
-  check_scratch_extent(sizes);
+  check::scratch_extent(sizes.batch, sizes.tokens, sizes.num_sequences, sizes.num_value_heads, kMaxHeadDim);
   check_beta(in, options, sizes);
   check_gate(in, options, sizes);
   check_gate_parameters(in, options, sizes);
@@ -329,17 +289,6 @@ void check_rest(const DeltaRuleForward& args, const DeltaRuleSizes& sizes) {
   }
 }
 
-// A gradient has the shape of its input, and its type or fp32.
-void check_gradient(const char* name, const TensorView& gradient, const char* input_name, const TensorView& input) {
-  if (!gradient.present()) return;
-  if (!input.present()) invalid(name, std::string("none without ") + input_name, "a tensor");
-  Shape shape{};
-  shape.extents = input.shape;
-  shape.rank = input.rank;
-  check::shape(name, gradient, shape);
-  check::dtype(name, gradient, {input.dtype, DType::kF32});
-}
-
 void check_rest(const DeltaRuleBackward& args, const DeltaRuleSizes& sizes) {
   const DeltaRuleInputs& in = args.in;
   if (args.d_o.present()) {
@@ -355,39 +304,19 @@ void check_rest(const DeltaRuleBackward& args, const DeltaRuleSizes& sizes) {
     check_chunk_states_shape(args.chunk_states, args.options, sizes);
     check_state_dtype("chunk_states", args.chunk_states, in);
   }
-  check_gradient("dq", args.dq, "q", in.q);
-  check_gradient("dk", args.dk, "k", in.k);
-  check_gradient("dv", args.dv, "v", in.v);
-  check_gradient("dg", args.dg, "g", in.g);
-  check_gradient("dbeta", args.dbeta, "beta", in.beta);
-  check_gradient("da_log", args.da_log, "a_log", in.a_log);
-  check_gradient("ddt_bias", args.ddt_bias, "dt_bias", in.dt_bias);
+  check::gradient("dq", args.dq, "q", in.q);
+  check::gradient("dk", args.dk, "k", in.k);
+  check::gradient("dv", args.dv, "v", in.v);
+  check::gradient("dg", args.dg, "g", in.g);
+  check::gradient("dbeta", args.dbeta, "beta", in.beta);
+  check::gradient("da_log", args.da_log, "a_log", in.a_log);
+  check::gradient("ddt_bias", args.ddt_bias, "dt_bias", in.dt_bias);
   if (args.da_log.present()) check_parameter("da_log", args.da_log, sizes.num_value_heads);
   if (args.ddt_bias.present()) check_dt_bias("ddt_bias", args.ddt_bias, args.options.gate, sizes);
   if (args.d_initial_state.present()) {
     if (!in.initial_state.present()) invalid("d_initial_state", "none without initial_state", "a tensor");
     check::shape("d_initial_state", args.d_initial_state, state);
     check_state_dtype("d_initial_state", args.d_initial_state, in);
-  }
-}
-
-// Two sequences must not advance one state.
-void check_state_index_values(const TensorView& indices, int64_t slots) {
-  const int64_t count = indices.shape[0];
-  std::vector<int64_t> used;
-  used.reserve(static_cast<size_t>(count));
-  for (int64_t n = 0; n < count; ++n) {
-    const int64_t slot = check::integer_at(indices, n);
-    if (slot < -1 || slot >= slots) {
-      invalid("state_indices", "a slot from -1 to " + std::to_string(slots - 1) + " at position " + std::to_string(n),
-              std::to_string(slot));
-    }
-    if (slot >= 0) used.push_back(slot);
-  }
-  std::sort(used.begin(), used.end());
-  const auto repeated = std::adjacent_find(used.begin(), used.end());
-  if (repeated != used.end()) {
-    invalid("state_indices", "every slot at most once", "slot " + std::to_string(*repeated) + " twice");
   }
 }
 
@@ -399,11 +328,7 @@ void check_rest(const DeltaRuleStep& args, const DeltaRuleSizes& sizes) {
   const int64_t slots = args.state_indices.present() ? args.state.shape[0] : sizes.num_sequences;
   check::shape("state", args.state, state_shape(slots, args.options, sizes));
   check_state_dtype("state", args.state, args.in);
-  if (args.state_indices.present()) {
-    check::integer_vector("state_indices", args.state_indices);
-    check::shape("state_indices", args.state_indices, {sizes.num_sequences});
-    if (args.state_indices.device.type == DeviceType::kCpu) check_state_index_values(args.state_indices, slots);
-  }
+  if (args.state_indices.present()) check::state_indices(args.state_indices, sizes.num_sequences, slots);
 }
 
 // ---- The problem --------------------------------------------------------------------------------------------------
@@ -476,11 +401,11 @@ DeltaRuleProblem<Args> make_problem(const Context& context, const Args& args) {
 // ---- The run ------------------------------------------------------------------------------------------------------
 
 template <class Problem>
-void log_choice(const Context& context, const char* entry, const Problem& problem, const Choice<Problem>& choice) {
+std::string describe(const Problem& problem) {
   const DeltaRuleSizes& sizes = problem.sizes;
-  std::string line = std::string("fastweight: ") + entry;
+  std::string text;
   const auto append = [&](const char* name, int64_t value) {
-    line += std::string(" ") + name + "=" + std::to_string(value);
+    text += std::string(name) + "=" + std::to_string(value) + " ";
   };
   append("B", problem.args.in.q.shape[0]);
   append("T", sizes.tokens);
@@ -490,14 +415,8 @@ void log_choice(const Context& context, const char* entry, const Problem& proble
   append("V", sizes.head_dim_v);
   append("N", sizes.num_sequences);
   append("C", problem.args.options.chunk_size);
-  line += ", gate " + gate_text(problem.args.options.gate) + ", " + check::text(problem.args.in.q.dtype) + ": ran " +
-          choice.implementation->name;
-  if (!choice.passed_over.empty()) line += " (" + choice.passed_over + ")";
-  if (context.log != nullptr) {
-    context.log(context.log_user, line.c_str());
-  } else {
-    std::fprintf(stderr, "%s\n", line.c_str());
-  }
+  text.back() = ',';
+  return text + " gate " + gate_text(problem.args.options.gate) + ", " + check::text(problem.args.in.q.dtype);
 }
 
 template <class Args>
@@ -506,27 +425,10 @@ using ImplementationList = std::span<const Implementation<DeltaRuleProblem<Args>
 template <class Args>
 std::string run(const char* entry, const Context& context, const Args& args, ImplementationList<Args> (*cpu_list)()) {
   DeltaRuleProblem<Args> problem = make_problem(context, args);
-  if (context.device.type == DeviceType::kCuda) {
-    throw Error(ErrorCode::kUnsupported,
-                std::string(entry) + ": built without CUDA, cannot run on " + check::text(context.device));
-  }
   // However many empty sequences there are, they cost nothing.
   const bool work = has_work(args);
   if (!work) problem.sizes.batch = problem.sizes.num_sequences = 0;
-  try {
-    const auto choice = choose(entry, cpu_list(), problem, context.implementation);
-    if (work) choice.implementation->run(problem, context);
-    if (context.verbose) log_choice(context, entry, problem, choice);
-    return choice.implementation->name;
-  } catch (const std::bad_alloc&) {
-    throw Error(ErrorCode::kOutOfMemory, std::string(entry) + ": out of host memory");
-  }
-}
-
-template <class Problem>
-void append_infos(std::span<const Implementation<Problem>> list, const char* mode, const char* device,
-                  std::vector<ImplementationInfo>& infos) {
-  for (const auto& implementation : list) infos.push_back({implementation.name, mode, device});
+  return dispatch(entry, context, cpu_list(), problem, work, describe<DeltaRuleProblem<Args>>);
 }
 
 }  // namespace
@@ -547,7 +449,7 @@ int64_t delta_rule_num_chunks(int64_t tokens, const TensorView& cu_seqlens, int3
   if (tokens < 0) invalid("tokens", "0 or more", std::to_string(tokens));
   check_chunk_size(chunk_size);
   check::well_formed("cu_seqlens", cu_seqlens);
-  if (cu_seqlens.present()) check_cu_seqlens(cu_seqlens, tokens);
+  if (cu_seqlens.present()) check::cu_seqlens(cu_seqlens, tokens);
   return count_chunks(tokens, cu_seqlens, chunk_size);
 }
 

@@ -1,10 +1,14 @@
 // Which implementation of a list runs.
 #pragma once
 
+#include <cstdio>
+#include <new>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "fastweight/error.h"
+#include "fastweight/info.h"
 #include "ops/check.h"
 #include "ops/implementation.h"
 
@@ -55,6 +59,40 @@ template <class Problem>
 Choice<Problem> choose(const char* entry, std::span<const Implementation<Problem>> list, const Problem& problem,
                        const std::string& name) {
   return name.empty() ? choose_first(entry, list, problem) : choose_named(entry, list, problem, name);
+}
+
+// Runs a validated problem and returns the name of what ran. Without work to do, the choice alone is made.
+// describe(problem) is the problem in a verbose line.
+template <class Problem, class Describe>
+std::string dispatch(const char* entry, const Context& context, std::span<const Implementation<Problem>> cpu_list,
+                     const Problem& problem, bool work, const Describe& describe) {
+  if (context.device.type == DeviceType::kCuda) {
+    throw Error(ErrorCode::kUnsupported,
+                std::string(entry) + ": built without CUDA, cannot run on " + check::text(context.device));
+  }
+  try {
+    const auto choice = choose(entry, cpu_list, problem, context.implementation);
+    if (work) choice.implementation->run(problem, context);
+    if (context.verbose) {
+      std::string line =
+          std::string("fastweight: ") + entry + " " + describe(problem) + ": ran " + choice.implementation->name;
+      if (!choice.passed_over.empty()) line += " (" + choice.passed_over + ")";
+      if (context.log != nullptr) {
+        context.log(context.log_user, line.c_str());
+      } else {
+        std::fprintf(stderr, "%s\n", line.c_str());
+      }
+    }
+    return choice.implementation->name;
+  } catch (const std::bad_alloc&) {
+    throw Error(ErrorCode::kOutOfMemory, std::string(entry) + ": out of host memory");
+  }
+}
+
+template <class Problem>
+void append_infos(std::span<const Implementation<Problem>> list, const char* mode, const char* device,
+                  std::vector<ImplementationInfo>& infos) {
+  for (const auto& implementation : list) infos.push_back({implementation.name, mode, device});
 }
 
 }  // namespace fastweight

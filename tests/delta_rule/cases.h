@@ -5,43 +5,21 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstddef>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <limits>
-#include <map>
-#include <optional>
-#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include "fastweight/delta_rule.h"
-#include "fastweight/error.h"
 #include "support/delta_rule_case.h"
+#include "tests/testing.h"
 
 namespace fastweight::test {
 
 using support::DeltaRuleCase;
 using support::DeltaRuleResults;
 using support::DeltaRuleSpec;
-using support::Tensor;
 
 inline constexpr Gate kGates[] = {Gate::kNone, Gate::kPerHead, Gate::kPerChannel};
-
-// Set for slow builds (sanitizers): the grids shrink.
-inline bool reduced() {
-  const char* value = std::getenv("FASTWEIGHT_TEST_REDUCED");
-  return value != nullptr && std::string(value) != "" && std::string(value) != "0";
-}
-
-// Every value, or only the first few in a reduced run.
-template <class T>
-std::vector<T> first(std::vector<T> values, size_t count_if_reduced) {
-  if (reduced() && values.size() > count_if_reduced) values.resize(count_if_reduced);
-  return values;
-}
 
 // The implementations -----------------------------------------------------------------------------------------------
 
@@ -53,72 +31,7 @@ inline std::vector<std::string> implementations(const std::string& mode) {
   return names;
 }
 
-inline Context context_for(const std::string& implementation, int num_threads = 0) {
-  Context context;
-  context.implementation = implementation;
-  context.num_threads = num_threads;
-  return context;
-}
-
-inline Context reference_context() { return context_for("reference"); }
-
-// Who ran how often, and why others did not. Printed after the last test; an implementation that declined everything
-// in a full run is a failure.
-class Tally : public ::testing::Environment {
- public:
-  static Tally& get() {
-    static Tally* const tally = static_cast<Tally*>(::testing::AddGlobalTestEnvironment(new Tally));
-    return *tally;
-  }
-  void ran(const std::string& name) { ++entries_[name].ran; }
-  void declined(const std::string& name, const std::string& reason) {
-    ++entries_[name].declined;
-    entries_[name].reasons.insert(reason);
-  }
-  void TearDown() override {
-    for (const auto& [name, entry] : entries_) {
-      std::printf("%-20s ran %d, declined %d\n", name.c_str(), entry.ran, entry.declined);
-      for (const std::string& reason : entry.reasons) std::printf("    %s\n", reason.c_str());
-      if (::testing::GTEST_FLAG(filter) == "*") {
-        EXPECT_GT(entry.ran, 0) << name << " declined every case";
-      }
-    }
-  }
-
- private:
-  struct Entry {
-    int ran = 0, declined = 0;
-    std::set<std::string> reasons;
-  };
-  std::map<std::string, Entry> entries_;
-};
-inline Tally& g_tally = Tally::get();
-
-// The results of run(), or nothing if the implementation declines the problem.
-template <class Run>
-std::optional<DeltaRuleResults> unless_declined(const std::string& mode, const std::string& implementation,
-                                                const Run& run) {
-  const std::string key = mode + " " + (implementation.empty() ? "(automatic)" : implementation);
-  try {
-    DeltaRuleResults results = run();
-    if (!implementation.empty()) {
-      EXPECT_EQ(results.implementation, implementation);
-    }
-    g_tally.ran(key);
-    return results;
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::kUnsupported) throw;
-    g_tally.declined(key, error.what());
-    return std::nullopt;
-  }
-}
-
 // Specs -------------------------------------------------------------------------------------------------------------
-
-inline const char* name_of(DType dtype) {
-  constexpr const char* kNames[] = {"f32", "bf16", "f16", "f64", "i32", "i64"};
-  return kNames[static_cast<size_t>(dtype)];
-}
 
 inline const char* name_of(Gate gate) {
   constexpr const char* kNames[] = {"delta_rule", "gdn", "kda"};
@@ -179,8 +92,6 @@ inline DeltaRuleSpec with_lengths(DeltaRuleSpec spec, const std::vector<int64_t>
 
 // Tolerances --------------------------------------------------------------------------------------------------------
 
-inline bool is_16_bit(DType dtype) { return dtype == DType::kBF16 || dtype == DType::kF16; }
-
 // The largest relative rms error of a result against the reference in double on the same rounded inputs.
 inline double tolerance(const DeltaRuleSpec& spec, const std::string& tensor, DType result_type) {
   const Gate gate = spec.options.gate;
@@ -222,12 +133,6 @@ inline double rms_of_gate_terms(const DeltaRuleCase& problem, const DeltaRuleRes
   return terms * std::sqrt(summed) * std::max(1.0, bound);
 }
 
-inline double rms(const Tensor& x) {
-  double squares = 0;
-  for (double value : x.values()) squares += value * value;
-  return x.size() == 0 ? 0 : std::sqrt(squares / static_cast<double>(x.size()));
-}
-
 inline void expect_close(const DeltaRuleCase& problem, const DeltaRuleResults& results,
                          const DeltaRuleResults& expected) {
   constexpr double kOfGateTerms = 2e-6;
@@ -250,17 +155,6 @@ inline void expect_close(const DeltaRuleCase& problem, const DeltaRuleResults& r
     EXPECT_TRUE(close) << results.implementation << " " << name << ": relative rms " << difference.relative_rms
                        << ", largest " << difference.max_abs << ", allowed " << bound << "\n  "
                        << describe(problem.spec);
-  }
-}
-
-inline void expect_same_bits(const DeltaRuleResults& results, const DeltaRuleResults& expected,
-                             const std::string& what = "") {
-  const auto actual = results.named(), wanted = expected.named();
-  ASSERT_EQ(actual.size(), wanted.size()) << what;
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    EXPECT_TRUE(support::same_bits(*actual[i].second, *wanted[i].second))
-        << results.implementation << " " << wanted[i].first << ": the largest difference is "
-        << support::compare(*actual[i].second, *wanted[i].second).max_abs << " " << what;
   }
 }
 
@@ -293,24 +187,6 @@ inline void check_step(const DeltaRuleCase& problem) {
 
 // Parts of tensors --------------------------------------------------------------------------------------------------
 
-// x[.., begin:end, ..] along one axis; absent stays absent.
-inline Tensor slice(const Tensor& x, size_t axis, int64_t begin, int64_t end) {
-  if (!x.present()) return {};
-  std::vector<int64_t> shape = x.shape();
-  int64_t inner = 1, outer = 1;
-  for (size_t i = 0; i < shape.size(); ++i) (i < axis ? outer : inner) *= i == axis ? 1 : shape[i];
-  const int64_t extent = shape[axis];
-  shape[axis] = end - begin;
-  Tensor result(x.dtype(), shape);
-  const size_t width = support::element_size(x.dtype()) * static_cast<size_t>(inner);
-  const size_t bytes = width * static_cast<size_t>(end - begin);
-  for (int64_t i = 0; i < outer && bytes > 0; ++i) {
-    std::memcpy(static_cast<std::byte*>(result.data()) + static_cast<size_t>(i) * bytes,
-                static_cast<const std::byte*>(x.data()) + static_cast<size_t>(i * extent + begin) * width, bytes);
-  }
-  return result;
-}
-
 // The problem of tokens [begin, end) of every batch row. The states are the caller's business.
 inline DeltaRuleCase slice_tokens(const DeltaRuleCase& problem, int64_t begin, int64_t end) {
   DeltaRuleCase part = problem;
@@ -322,87 +198,6 @@ inline DeltaRuleCase slice_tokens(const DeltaRuleCase& problem, int64_t begin, i
 }
 
 // Strided copies ----------------------------------------------------------------------------------------------------
-
-// How a dense tensor is spread in memory: the order of the axes from the widest stride to the narrowest, the distance
-// of neighbours along the narrowest, and a gap after every row, plane, .. .
-enum class Layout { kDense, kHeadsFirst, kEverySecond, kReversed };
-inline constexpr Layout kLayouts[] = {Layout::kDense, Layout::kHeadsFirst, Layout::kEverySecond, Layout::kReversed};
-
-// A strided view into a buffer with guard zones around and between the elements.
-class StridedTensor {
- public:
-  StridedTensor() = default;
-
-  // Holds the values of x; absent if x is.
-  StridedTensor(const Tensor& x, Layout layout) {
-    if (!x.present()) return;
-    std::vector<size_t> order(x.shape().size());
-    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-    if (layout == Layout::kHeadsFirst && order.size() >= 3) std::swap(order[1], order[2]);
-    if (layout == Layout::kReversed) std::reverse(order.begin(), order.end());
-
-    view_ = x.view();
-    int64_t stride = layout == Layout::kEverySecond ? 2 : 1;
-    for (size_t i = order.size(); i-- > 0;) {
-      view_.strides[order[i]] = stride;
-      stride *= view_.shape[order[i]];
-      if (layout != Layout::kDense) stride += 3;
-    }
-    buffer_ = Tensor(x.dtype(), {stride + 2 * kGuard});
-    std::memset(buffer_.data(), kSentinel, buffer_bytes());
-    view_.data = static_cast<std::byte*>(buffer_.data()) + kGuard * support::element_size(x.dtype());
-    shape_ = x.shape();
-    for_each_element([&](int64_t flat, int64_t position) { buffer_.set(position, x[flat]); });
-  }
-
-  TensorView view() const { return view_; }
-
-  Tensor dense() const {
-    if (shape_.empty()) return {};
-    Tensor result(buffer_.dtype(), shape_);
-    for_each_element([&](int64_t flat, int64_t position) { result.set(flat, buffer_[position]); });
-    return result;
-  }
-
-  // Nothing but the view's elements was written.
-  bool guards_intact() const {
-    if (shape_.empty()) return true;
-    const size_t size = support::element_size(buffer_.dtype());
-    std::vector<std::byte> bytes(buffer_bytes());
-    std::memcpy(bytes.data(), buffer_.data(), bytes.size());
-    for_each_element([&](int64_t, int64_t position) {
-      std::memset(bytes.data() + static_cast<size_t>(position) * size, kSentinel, size);
-    });
-    for (std::byte byte : bytes) {
-      if (byte != static_cast<std::byte>(kSentinel)) return false;
-    }
-    return true;
-  }
-
- private:
-  static constexpr int64_t kGuard = 64;  // elements
-  static constexpr int kSentinel = 0x5a;
-
-  size_t buffer_bytes() const { return static_cast<size_t>(buffer_.size()) * support::element_size(buffer_.dtype()); }
-
-  template <class Visit>
-  void for_each_element(const Visit& visit) const {
-    int64_t count = 1;
-    for (int64_t extent : shape_) count *= extent;
-    for (int64_t flat = 0; flat < count; ++flat) {
-      int64_t rest = flat, position = kGuard;
-      for (size_t axis = shape_.size(); axis-- > 0;) {
-        position += rest % shape_[axis] * view_.strides[axis];
-        rest /= shape_[axis];
-      }
-      visit(flat, position);
-    }
-  }
-
-  TensorView view_;
-  std::vector<int64_t> shape_;
-  Tensor buffer_;
-};
 
 // The inputs of a problem in a strided layout.
 class StridedInputs {
@@ -499,12 +294,6 @@ inline DeltaRuleResults backward_strided(const DeltaRuleCase& problem, const Con
 // Outputs of the shapes of `expected`, of the types that support's runs use, with every value NaN.
 inline DeltaRuleResults outputs_like(const DeltaRuleResults& expected, const DeltaRuleCase& problem) {
   const DType wide = problem.spec.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  const auto poisoned = [](const Tensor& x, DType dtype) {
-    if (!x.present()) return Tensor();
-    Tensor result(dtype, x.shape());
-    result.fill(std::numeric_limits<double>::quiet_NaN());
-    return result;
-  };
   DeltaRuleResults outputs;
   outputs.o = poisoned(expected.o, problem.spec.dtype);
   outputs.final_state = poisoned(expected.final_state, wide);

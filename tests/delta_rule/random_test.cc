@@ -3,29 +3,10 @@
 // FASTWEIGHT_TEST_SEED=<number> runs the one problem of that number; FASTWEIGHT_TEST_COUNT=<number> runs that many.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <random>
-
 #include "tests/delta_rule/cases.h"
 
 namespace fastweight::test {
 namespace {
-
-// The engine is the same everywhere; the standard's distributions are not.
-class Dice {
- public:
-  explicit Dice(uint64_t seed) : engine_(seed) {}
-  int64_t below(int64_t bound) { return static_cast<int64_t>(engine_() % static_cast<uint64_t>(bound)); }
-  int64_t between(int64_t low, int64_t high) { return low + below(high - low + 1); }
-  bool chance(int percent) { return below(100) < percent; }
-  template <class T>
-  T pick(std::initializer_list<T> values) {
-    return values.begin()[below(static_cast<int64_t>(values.size()))];
-  }
-
- private:
-  std::mt19937_64 engine_;
-};
 
 int64_t random_width(Dice& dice) {
   if (dice.chance(40)) return dice.pick<int64_t>({1, 8, 16, 20, 32, 36, 60, 64, 100, 128});
@@ -107,20 +88,7 @@ void check_one(uint64_t seed) {
   check_step(problem);
 }
 
-int64_t environment_number(const char* name, int64_t otherwise) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? otherwise : std::strtoll(value, nullptr, 10);
-}
-
-TEST(Random, Problems) {
-  const int64_t only = environment_number("FASTWEIGHT_TEST_SEED", -1);
-  if (only >= 0) {
-    check_one(static_cast<uint64_t>(only));
-    return;
-  }
-  const int64_t count = environment_number("FASTWEIGHT_TEST_COUNT", reduced() ? 30 : 400);
-  for (int64_t seed = 0; seed < count; ++seed) check_one(static_cast<uint64_t>(seed));
-}
+TEST(Random, Problems) { for_each_seed(reduced() ? 30 : 400, check_one); }
 
 }  // namespace
 }  // namespace fastweight::test

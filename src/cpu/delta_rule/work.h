@@ -14,7 +14,7 @@ namespace fastweight::cpu {
 // block of 16 in the chunk form. The chunk implementation applies it to the end of every sequence, so that choosing
 // between "chunk" and "recurrent" by this number never changes a bit, whatever else is in the batch and wherever a
 // sequence is cut.
-inline constexpr int64_t kCrossoverTokens = 6;
+inline constexpr int64_t kCrossoverTokens = 14;
 
 // Panels [first_panel, first_panel + panels) of the values of one head of one sequence.
 struct Item {

@@ -1,0 +1,378 @@
+// The entry points of the TTT-linear family: check the arguments, build the problem, walk the implementation list.
+#include "fastweight/ttt_linear.h"
+
+#include <algorithm>
+#include <cmath>
+#include <span>
+#include <vector>
+
+#include "cpu/ttt_linear/list.h"
+#include "ops/check.h"
+#include "ops/dispatch.h"
+#include "ops/implementation.h"
+#include "ops/ttt_linear_problem.h"
+
+namespace fastweight {
+namespace {
+
+using check::Argument;
+using check::invalid;
+using check::Shape;
+
+constexpr int64_t kMaxHeadDim = 128;
+
+// ---- The tensors of a call, by name -------------------------------------------------------------------------------
+
+void append_inputs(const TttLinearInputs& in, std::vector<Argument>& list) {
+  list.push_back({"q", &in.q, false});
+  list.push_back({"k", &in.k, false});
+  list.push_back({"v", &in.v, false});
+  list.push_back({"w", &in.w, false});
+  list.push_back({"b", &in.b, false});
+  list.push_back({"eta", &in.eta, false});
+  list.push_back({"initial_state", &in.initial_state, false});
+  list.push_back({"initial_state_bias", &in.initial_state_bias, false});
+  list.push_back({"cu_seqlens", &in.cu_seqlens, false});
+}
+
+void append_rest(const TttLinearForward& args, std::vector<Argument>& list) {
+  list.push_back({"o", &args.o, true});
+  list.push_back({"final_state", &args.final_state, true});
+  list.push_back({"final_state_bias", &args.final_state_bias, true});
+}
+
+void append_rest(const TttLinearBackward& args, std::vector<Argument>& list) {
+  list.push_back({"d_o", &args.d_o, false});
+  list.push_back({"d_final_state", &args.d_final_state, false});
+  list.push_back({"d_final_state_bias", &args.d_final_state_bias, false});
+  list.push_back({"dq", &args.dq, true});
+  list.push_back({"dk", &args.dk, true});
+  list.push_back({"dv", &args.dv, true});
+  list.push_back({"dw", &args.dw, true});
+  list.push_back({"db", &args.db, true});
+  list.push_back({"deta", &args.deta, true});
+  list.push_back({"d_initial_state", &args.d_initial_state, true});
+  list.push_back({"d_initial_state_bias", &args.d_initial_state_bias, true});
+}
+
+void append_rest(const TttLinearStep& args, std::vector<Argument>& list) {
+  list.push_back({"state", &args.state, true});
+  list.push_back({"state_bias", &args.state_bias, true});
+  list.push_back({"gradient", &args.gradient, true});
+  list.push_back({"gradient_bias", &args.gradient_bias, true});
+  list.push_back({"position", &args.position, true});
+  list.push_back({"state_indices", &args.state_indices, false});
+  list.push_back({"o", &args.o, true});
+}
+
+template <class Args>
+std::vector<Argument> arguments_of(const Args& args) {
+  std::vector<Argument> list;
+  list.reserve(20);
+  append_inputs(args.in, list);
+  append_rest(args, list);
+  return list;
+}
+
+// ---- Checks, one function per concern -----------------------------------------------------------------------------
+
+void check_options(const TttLinearOptions& options) {
+  const double scale = options.scale, eps = options.eps;
+  if (scale != TttLinearOptions::kUnset && !(std::isfinite(scale) && scale > 0)) {
+    invalid("scale", "a finite number above 0", check::text(scale));
+  }
+  if (options.mini_batch != 16 && options.mini_batch != 32 && options.mini_batch != 64) {
+    invalid("mini_batch", "16, 32 or 64", std::to_string(options.mini_batch));
+  }
+  if (!(std::isfinite(eps) && eps > 0)) invalid("eps", "a finite number above 0", check::text(eps));
+}
+
+// Sets B, T, H and D.
+void check_qkv(const TttLinearInputs& in, TttLinearSizes& sizes) {
+  check::present("q", in.q);
+  check::present("k", in.k);
+  check::present("v", in.v);
+  check::rank("q", in.q, 4);
+  check::floating("q", in.q);
+  sizes.batch = in.q.shape[0];
+  sizes.tokens = in.q.shape[1];
+  sizes.num_heads = in.q.shape[2];
+  sizes.head_dim = in.q.shape[3];
+  if (sizes.num_heads < 1) invalid("q", "at least one head", "shape " + check::shape_text(in.q));
+  check::in_range("q: head width D", sizes.head_dim, 1, kMaxHeadDim);
+  for (const Argument& argument : {Argument{"k", &in.k, false}, Argument{"v", &in.v, false}}) {
+    check::shape(argument.name, *argument.view, {sizes.batch, sizes.tokens, sizes.num_heads, sizes.head_dim});
+    check::dtype(argument.name, *argument.view, {in.q.dtype});
+  }
+}
+
+// Sets N.
+void check_sequences(const TttLinearInputs& in, TttLinearSizes& sizes) {
+  sizes.num_sequences = sizes.batch;
+  if (in.cu_seqlens.present()) {
+    if (sizes.batch != 1) invalid("cu_seqlens", "a batch of 1", "a batch of " + std::to_string(sizes.batch));
+    check::cu_seqlens(in.cu_seqlens, sizes.tokens);
+    sizes.num_sequences = in.cu_seqlens.shape[0] - 1;
+  }
+  check::scratch_extent(sizes.batch, sizes.tokens, sizes.num_sequences, sizes.num_heads, kMaxHeadDim);
+}
+
+void check_norm_and_eta(const TttLinearInputs& in, const TttLinearSizes& sizes) {
+  for (const Argument& argument : {Argument{"w", &in.w, false}, Argument{"b", &in.b, false}}) {
+    check::present(argument.name, *argument.view);
+    check::floating(argument.name, *argument.view);
+    check::shape(argument.name, *argument.view, {sizes.num_heads, sizes.head_dim});
+  }
+  check::present("eta", in.eta);
+  check::floating("eta", in.eta);
+  if (in.eta.rank == 4) {
+    check::shape("eta", in.eta, {sizes.batch, sizes.tokens, sizes.num_heads, 1});
+  } else {
+    check::shape("eta", in.eta, {sizes.batch, sizes.tokens, sizes.num_heads});
+  }
+}
+
+Shape state_shape(int64_t count, const TttLinearSizes& sizes) {
+  return {count, sizes.num_heads, sizes.head_dim, sizes.head_dim};
+}
+
+void check_bias_shape(const char* name, const TensorView& view, int64_t count, const TttLinearSizes& sizes) {
+  if (view.rank == 4) {
+    check::shape(name, view, {count, sizes.num_heads, 1, sizes.head_dim});
+  } else {
+    check::shape(name, view, {count, sizes.num_heads, sizes.head_dim});
+  }
+}
+
+// A state that is read, where given: any floating type.
+void check_input_state(const char* name, const TensorView& state, const char* bias_name, const TensorView& bias,
+                       const TttLinearSizes& sizes) {
+  if (state.present()) {
+    check::floating(name, state);
+    check::shape(name, state, state_shape(sizes.num_sequences, sizes));
+  }
+  if (bias.present()) {
+    check::floating(bias_name, bias);
+    check_bias_shape(bias_name, bias, sizes.num_sequences, sizes);
+  }
+}
+
+// The type of a state that is written: fp32, or fp64 in an fp64 problem.
+void check_state_dtype(const char* name, const TensorView& view, const TttLinearInputs& in) {
+  check::dtype(name, view, {DType::kF32, in.q.dtype == DType::kF64 ? DType::kF64 : DType::kF32});
+}
+
+// A state that is written, where asked for.
+void check_output_state(const char* name, const TensorView& state, int64_t count, const TttLinearInputs& in,
+                        const TttLinearSizes& sizes) {
+  if (!state.present()) return;
+  check::shape(name, state, state_shape(count, sizes));
+  check_state_dtype(name, state, in);
+}
+
+void check_output_bias(const char* name, const TensorView& bias, int64_t count, const TttLinearInputs& in,
+                       const TttLinearSizes& sizes) {
+  if (!bias.present()) return;
+  check_bias_shape(name, bias, count, sizes);
+  check_state_dtype(name, bias, in);
+}
+
+void check_output(const TttLinearInputs& in, const TensorView& o, const TttLinearSizes& sizes) {
+  check::present("o", o);
+  check::shape("o", o, {sizes.batch, sizes.tokens, sizes.num_heads, sizes.head_dim});
+  check::dtype("o", o, {in.q.dtype, DType::kF32});
+}
+
+TttLinearSizes check_inputs(const TttLinearInputs& in) {
+  TttLinearSizes sizes;
+  check_qkv(in, sizes);
+  check_sequences(in, sizes);
+  check_norm_and_eta(in, sizes);
+  check_input_state("initial_state", in.initial_state, "initial_state_bias", in.initial_state_bias, sizes);
+  return sizes;
+}
+
+void check_rest(const TttLinearForward& args, const TttLinearSizes& sizes) {
+  check_output(args.in, args.o, sizes);
+  check_output_state("final_state", args.final_state, sizes.num_sequences, args.in, sizes);
+  check_output_bias("final_state_bias", args.final_state_bias, sizes.num_sequences, args.in, sizes);
+}
+
+void check_rest(const TttLinearBackward& args, const TttLinearSizes& sizes) {
+  const TttLinearInputs& in = args.in;
+  if (args.d_o.present()) {
+    check::shape("d_o", args.d_o, {sizes.batch, sizes.tokens, sizes.num_heads, sizes.head_dim});
+    check::dtype("d_o", args.d_o, {in.q.dtype, DType::kF32});
+  }
+  check_input_state("d_final_state", args.d_final_state, "d_final_state_bias", args.d_final_state_bias, sizes);
+  check::gradient("dq", args.dq, "q", in.q);
+  check::gradient("dk", args.dk, "k", in.k);
+  check::gradient("dv", args.dv, "v", in.v);
+  check::gradient("dw", args.dw, "w", in.w);
+  check::gradient("db", args.db, "b", in.b);
+  check::gradient("deta", args.deta, "eta", in.eta);
+  if (args.d_initial_state.present() && !in.initial_state.present()) {
+    invalid("d_initial_state", "none without initial_state", "a tensor");
+  }
+  if (args.d_initial_state_bias.present() && !in.initial_state_bias.present()) {
+    invalid("d_initial_state_bias", "none without initial_state_bias", "a tensor");
+  }
+  check_output_state("d_initial_state", args.d_initial_state, sizes.num_sequences, in, sizes);
+  check_output_bias("d_initial_state_bias", args.d_initial_state_bias, sizes.num_sequences, in, sizes);
+}
+
+// Every slot is checked, used by this call or not: all of them belong to open mini-batches of this length.
+void check_positions(const TensorView& position, int32_t mini_batch) {
+  if (position.device.type != DeviceType::kCpu) return;
+  for (int64_t slot = 0; slot < position.shape[0]; ++slot) {
+    const int64_t value = check::integer_at(position, slot);
+    if (value >= 0 && value < mini_batch) continue;
+    invalid("position", "a count from 0 to " + std::to_string(mini_batch - 1) + " in slot " + std::to_string(slot),
+            std::to_string(value));
+  }
+}
+
+void check_rest(const TttLinearStep& args, const TttLinearSizes& sizes) {
+  check::absent("initial_state", args.in.initial_state, "in a step");
+  check::absent("initial_state_bias", args.in.initial_state_bias, "in a step");
+  check_output(args.in, args.o, sizes);
+  check::present("state", args.state);
+  check::present("state_bias", args.state_bias);
+  check::present("gradient", args.gradient);
+  check::present("gradient_bias", args.gradient_bias);
+  check::present("position", args.position);
+  check::rank("state", args.state, 4);
+  const int64_t slots = args.state_indices.present() ? args.state.shape[0] : sizes.num_sequences;
+  check_output_state("state", args.state, slots, args.in, sizes);
+  check_output_bias("state_bias", args.state_bias, slots, args.in, sizes);
+  check_output_state("gradient", args.gradient, slots, args.in, sizes);
+  check_output_bias("gradient_bias", args.gradient_bias, slots, args.in, sizes);
+  check::shape("position", args.position, {slots});
+  check::dtype("position", args.position, {DType::kI32});
+  check_positions(args.position, args.options.mini_batch);
+  if (args.state_indices.present()) check::state_indices(args.state_indices, sizes.num_sequences, slots);
+}
+
+// ---- The problem --------------------------------------------------------------------------------------------------
+
+void drop_axis(TensorView& view, size_t axis) {
+  if (!view.present() || view.rank != 4) return;
+  for (size_t i = axis; i < 3; ++i) {
+    view.shape[i] = view.shape[i + 1];
+    view.strides[i] = view.strides[i + 1];
+  }
+  view.rank = 3;
+}
+
+void unify_rest(TttLinearForward& args) { drop_axis(args.final_state_bias, 2); }
+
+void unify_rest(TttLinearBackward& args) {
+  drop_axis(args.deta, 3);
+  drop_axis(args.d_final_state_bias, 2);
+  drop_axis(args.d_initial_state_bias, 2);
+}
+
+void unify_rest(TttLinearStep& args) {
+  drop_axis(args.state_bias, 2);
+  drop_axis(args.gradient_bias, 2);
+}
+
+// Kernels see eta and the biases of states in one form each, without their axis of extent 1.
+template <class Args>
+void unify(Args& args) {
+  drop_axis(args.in.eta, 3);
+  drop_axis(args.in.initial_state_bias, 2);
+  unify_rest(args);
+}
+
+// A step without tokens leaves its states as they are.
+bool has_work(const TttLinearStep& args) { return !check::is_empty(args.o); }
+
+template <class Args>
+bool has_work(const Args& args) {
+  std::vector<Argument> arguments;
+  append_rest(args, arguments);
+  return std::any_of(arguments.begin(), arguments.end(),
+                     [](const Argument& argument) { return argument.written && !check::is_empty(*argument.view); });
+}
+
+template <class Args>
+TttLinearProblem<Args> make_problem(const Context& context, const Args& args) {
+  check::context(context);
+  const std::vector<Argument> arguments = arguments_of(args);
+  for (const Argument& argument : arguments) {
+    check::well_formed(argument.name, *argument.view);
+    check::on_device(argument.name, *argument.view, context.device);
+  }
+  check_options(args.options);
+  TttLinearProblem<Args> problem;
+  problem.sizes = check_inputs(args.in);
+  check_rest(args, problem.sizes);
+  check::memory(arguments);
+
+  problem.has_fp64 = std::any_of(arguments.begin(), arguments.end(), [](const Argument& argument) {
+    return argument.view->present() && argument.view->dtype == DType::kF64;
+  });
+  problem.args = args;
+  unify(problem.args);
+  problem.scale = args.options.scale;
+  if (problem.scale == TttLinearOptions::kUnset) {
+    problem.scale = 1 / std::sqrt(static_cast<double>(problem.sizes.head_dim));
+  }
+  return problem;
+}
+
+// ---- The run ------------------------------------------------------------------------------------------------------
+
+template <class Problem>
+std::string describe(const Problem& problem) {
+  const TttLinearSizes& sizes = problem.sizes;
+  std::string text;
+  const auto append = [&](const char* name, int64_t value) {
+    text += std::string(name) + "=" + std::to_string(value) + " ";
+  };
+  append("B", problem.args.in.q.shape[0]);
+  append("T", sizes.tokens);
+  append("H", sizes.num_heads);
+  append("D", sizes.head_dim);
+  append("N", sizes.num_sequences);
+  append("C", problem.args.options.mini_batch);
+  text.back() = ',';
+  return text + " " + check::text(problem.args.in.q.dtype);
+}
+
+template <class Args>
+using ImplementationList = std::span<const Implementation<TttLinearProblem<Args>>>;
+
+template <class Args>
+std::string run(const char* entry, const Context& context, const Args& args, ImplementationList<Args> (*cpu_list)()) {
+  TttLinearProblem<Args> problem = make_problem(context, args);
+  // However many empty sequences there are, they cost nothing.
+  const bool work = has_work(args);
+  if (!work) problem.sizes.batch = problem.sizes.num_sequences = 0;
+  return dispatch(entry, context, cpu_list(), problem, work, describe<TttLinearProblem<Args>>);
+}
+
+}  // namespace
+
+std::string ttt_linear_forward(const Context& context, const TttLinearForward& args) {
+  return run("ttt_linear_forward", context, args, cpu::ttt_linear_forward_list);
+}
+
+std::string ttt_linear_backward(const Context& context, const TttLinearBackward& args) {
+  return run("ttt_linear_backward", context, args, cpu::ttt_linear_backward_list);
+}
+
+std::string ttt_linear_step(const Context& context, const TttLinearStep& args) {
+  return run("ttt_linear_step", context, args, cpu::ttt_linear_step_list);
+}
+
+std::vector<ImplementationInfo> ttt_linear_implementations() {
+  std::vector<ImplementationInfo> infos;
+  append_infos(cpu::ttt_linear_forward_list(), "forward", "cpu", infos);
+  append_infos(cpu::ttt_linear_backward_list(), "backward", "cpu", infos);
+  append_infos(cpu::ttt_linear_step_list(), "step", "cpu", infos);
+  return infos;
+}
+
+}  // namespace fastweight

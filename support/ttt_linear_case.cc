@@ -1,0 +1,195 @@
+#include "support/ttt_linear_case.h"
+
+#include <array>
+
+#include "support/random.h"
+
+namespace fastweight::support {
+namespace {
+
+// Every tensor has its own stream: leaving one out does not change the others.
+enum Stream : uint64_t {
+  kQ = 1,
+  kK,
+  kV,
+  kW,
+  kB,
+  kEta,
+  kInitialState,
+  kInitialStateBias,
+  kDO,
+  kDFinalState,
+  kDFinalStateBias
+};
+
+// The type of results that accumulate: fp32, or double throughout.
+DType wide(const TttLinearSpec& spec) { return spec.dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
+
+int64_t num_sequences(const TttLinearSpec& spec) {
+  return spec.cu_seqlens.empty() ? spec.B : static_cast<int64_t>(spec.cu_seqlens.size()) - 1;
+}
+
+std::vector<int64_t> state_shape(const TttLinearSpec& spec) { return {num_sequences(spec), spec.H, spec.D, spec.D}; }
+std::vector<int64_t> bias_shape(const TttLinearSpec& spec) { return {num_sequences(spec), spec.H, 1, spec.D}; }
+
+}  // namespace
+
+TttLinearInputs TttLinearCase::inputs() const {
+  TttLinearInputs in;
+  in.q = q.view();
+  in.k = k.view();
+  in.v = v.view();
+  in.w = w.view();
+  in.b = b.view();
+  in.eta = eta.view();
+  in.initial_state = initial_state.view();
+  in.initial_state_bias = initial_state_bias.view();
+  in.cu_seqlens = cu_seqlens.view();
+  return in;
+}
+
+TttLinearCase draw(const TttLinearSpec& spec, uint64_t seed) {
+  const std::vector<int64_t> rows{spec.B, spec.T, spec.H, spec.D};
+  const auto uniforms = [&](DType dtype, std::vector<int64_t> shape, Stream stream) {
+    Random random(seed, stream);
+    return drawn(dtype, std::move(shape), [&] { return random.uniform(); });
+  };
+  TttLinearCase result;
+  result.spec = spec;
+  result.q = normals(spec.dtype, rows, seed, kQ);
+  result.k = unit_rows(normals(DType::kF64, rows, seed, kK)).to(spec.dtype);
+  result.v = normals(spec.dtype, rows, seed, kV);
+  result.w = normals(spec.parameter_dtype, {spec.H, spec.D}, seed, kW);
+  result.b = normals(spec.parameter_dtype, {spec.H, spec.D}, seed, kB);
+  Random random(seed, kEta);
+  result.eta = drawn(spec.parameter_dtype, {spec.B, spec.T, spec.H, 1}, [&] { return 0.005 * random.normal(); });
+  if (spec.initial_state) result.initial_state = normals(wide(spec), state_shape(spec), seed, kInitialState);
+  if (spec.initial_state_bias) {
+    result.initial_state_bias = normals(wide(spec), bias_shape(spec), seed, kInitialStateBias);
+  }
+  result.cu_seqlens = offsets_tensor(spec.cu_seqlens);
+  result.d_o = uniforms(spec.dtype, rows, kDO);
+  result.d_final_state = uniforms(wide(spec), state_shape(spec), kDFinalState);
+  result.d_final_state_bias = uniforms(wide(spec), bias_shape(spec), kDFinalStateBias);
+  return result;
+}
+
+TttLinearCase in_double(const TttLinearCase& problem) {
+  TttLinearCase result = problem;
+  result.spec.dtype = DType::kF64;
+  result.spec.parameter_dtype = DType::kF64;
+  for (Tensor* tensor : {&result.q, &result.k, &result.v, &result.w, &result.b, &result.eta, &result.initial_state,
+                         &result.initial_state_bias, &result.d_o, &result.d_final_state, &result.d_final_state_bias}) {
+    *tensor = tensor->to(DType::kF64);
+  }
+  return result;
+}
+
+std::vector<std::pair<std::string, const Tensor*>> TttLinearResults::named() const {
+  const std::array<std::pair<const char*, const Tensor*>, 14> all{{{"o", &o},
+                                                                   {"final_state", &final_state},
+                                                                   {"final_state_bias", &final_state_bias},
+                                                                   {"gradient", &gradient},
+                                                                   {"gradient_bias", &gradient_bias},
+                                                                   {"position", &position},
+                                                                   {"dq", &dq},
+                                                                   {"dk", &dk},
+                                                                   {"dv", &dv},
+                                                                   {"dw", &dw},
+                                                                   {"db", &db},
+                                                                   {"deta", &deta},
+                                                                   {"d_initial_state", &d_initial_state},
+                                                                   {"d_initial_state_bias", &d_initial_state_bias}}};
+  std::vector<std::pair<std::string, const Tensor*>> result;
+  for (const auto& [name, tensor] : all) {
+    if (tensor->present()) result.emplace_back(name, tensor);
+  }
+  return result;
+}
+
+TttLinearResults forward(const TttLinearCase& problem, const Context& context) {
+  const TttLinearSpec& spec = problem.spec;
+  TttLinearResults results;
+  results.o = poisoned(spec.dtype, problem.v.shape());
+  results.final_state = poisoned(wide(spec), state_shape(spec));
+  results.final_state_bias = poisoned(wide(spec), bias_shape(spec));
+  TttLinearForward args;
+  args.in = problem.inputs();
+  args.options = spec.options;
+  args.o = results.o.view();
+  args.final_state = results.final_state.view();
+  args.final_state_bias = results.final_state_bias.view();
+  results.implementation = ttt_linear_forward(context, args);
+  return results;
+}
+
+TttLinearResults backward(const TttLinearCase& problem, const Context& context) {
+  const TttLinearSpec& spec = problem.spec;
+  TttLinearResults results;
+  results.dq = poisoned_like(problem.q);
+  results.dk = poisoned_like(problem.k);
+  results.dv = poisoned_like(problem.v);
+  results.dw = poisoned_like(problem.w);
+  results.db = poisoned_like(problem.b);
+  results.deta = poisoned_like(problem.eta);
+  if (problem.initial_state.present()) results.d_initial_state = poisoned(wide(spec), state_shape(spec));
+  if (problem.initial_state_bias.present()) results.d_initial_state_bias = poisoned(wide(spec), bias_shape(spec));
+
+  TttLinearBackward args;
+  args.in = problem.inputs();
+  args.options = spec.options;
+  args.d_o = problem.d_o.view();
+  args.d_final_state = problem.d_final_state.view();
+  args.d_final_state_bias = problem.d_final_state_bias.view();
+  args.dq = results.dq.view();
+  args.dk = results.dk.view();
+  args.dv = results.dv.view();
+  args.dw = results.dw.view();
+  args.db = results.db.view();
+  args.deta = results.deta.view();
+  args.d_initial_state = results.d_initial_state.view();
+  args.d_initial_state_bias = results.d_initial_state_bias.view();
+  results.implementation = ttt_linear_backward(context, args);
+  return results;
+}
+
+TttLinearOpen opened(const TttLinearCase& problem) {
+  const TttLinearSpec& spec = problem.spec;
+  TttLinearOpen open;
+  open.state =
+      problem.initial_state.present() ? problem.initial_state.to(wide(spec)) : Tensor(wide(spec), state_shape(spec));
+  open.state_bias = problem.initial_state_bias.present() ? problem.initial_state_bias.to(wide(spec))
+                                                         : Tensor(wide(spec), bias_shape(spec));
+  open.gradient = Tensor(wide(spec), state_shape(spec));
+  open.gradient_bias = Tensor(wide(spec), bias_shape(spec));
+  open.position = Tensor(DType::kI32, {num_sequences(spec)});
+  return open;
+}
+
+TttLinearResults step(const TttLinearCase& problem, const Context& context) {
+  return step(problem, opened(problem), context);
+}
+
+TttLinearResults step(const TttLinearCase& problem, const TttLinearOpen& open, const Context& context) {
+  TttLinearResults results;
+  results.o = poisoned(problem.spec.dtype, problem.v.shape());
+  results.final_state = open.state;
+  results.final_state_bias = open.state_bias;
+  results.gradient = open.gradient;
+  results.gradient_bias = open.gradient_bias;
+  results.position = open.position;
+  TttLinearStep args;
+  args.in = problem.inputs();
+  args.in.initial_state = args.in.initial_state_bias = {};
+  args.options = problem.spec.options;
+  args.state = results.final_state.view();
+  args.state_bias = results.final_state_bias.view();
+  args.gradient = results.gradient.view();
+  args.gradient_bias = results.gradient_bias.view();
+  args.position = results.position.view();
+  args.o = results.o.view();
+  results.implementation = ttt_linear_step(context, args);
+  return results;
+}
+
+}  // namespace fastweight::support

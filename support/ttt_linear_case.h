@@ -1,0 +1,71 @@
+// A problem of the TTT-linear family with its data, and the functions that run it through the public API. Tests,
+// benches and `fastweight check` all use this.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fastweight/ttt_linear.h"
+#include "support/tensor.h"
+
+namespace fastweight::support {
+
+// What to draw.
+struct TttLinearSpec {
+  std::string name;
+  int64_t B = 1, T = 64, H = 1, D = 16;
+  std::vector<int64_t> cu_seqlens;  // empty: fixed length
+  TttLinearOptions options;
+  DType dtype = DType::kF32;            // q, k, v, o and their gradients
+  DType parameter_dtype = DType::kF32;  // w, b and eta
+  bool initial_state = true;
+  bool initial_state_bias = true;
+};
+
+struct TttLinearCase {
+  TttLinearSpec spec;
+  Tensor q, k, v, w, b, eta, initial_state, initial_state_bias, cu_seqlens;
+  Tensor d_o, d_final_state, d_final_state_bias;
+
+  TttLinearInputs inputs() const;
+};
+
+// Draws the data, the same for the same seed on every machine. k has unit norm, eta is 0.005 N(0,1), the gradients of
+// the results are U(0,1), all else N(0,1). eta is [B, T, H, 1] and the biases of states are [N, H, 1, D].
+TttLinearCase draw(const TttLinearSpec& spec, uint64_t seed);
+
+// The same values in fp64 throughout: what the reference is given to be the oracle.
+TttLinearCase in_double(const TttLinearCase& problem);
+
+// Results by name; a tensor that does not apply is absent.
+struct TttLinearResults {
+  std::string implementation;
+  Tensor o, final_state, final_state_bias;
+  Tensor gradient, gradient_bias, position;  // of a step
+  Tensor dq, dk, dv, dw, db, deta, d_initial_state, d_initial_state_bias;
+
+  // The present tensors with their names, in the order above.
+  std::vector<std::pair<std::string, const Tensor*>> named() const;
+};
+
+// Outputs are poisoned with NaN before the call. Results have q's type (gradients of w, b, eta: theirs), the states
+// fp32, or fp64 for a problem in double.
+TttLinearResults forward(const TttLinearCase& problem, const Context& context);
+TttLinearResults backward(const TttLinearCase& problem, const Context& context);
+
+// What a step reads and writes of its sequences.
+struct TttLinearOpen {
+  Tensor state, state_bias, gradient, gradient_bias, position;
+};
+
+// The initial state of the problem (absent: 0), with no token in the open mini-batch.
+TttLinearOpen opened(const TttLinearCase& problem);
+
+// Decodes all T tokens in one call of the in-place step, from opened(problem) or from `open`; o is filled, and the five
+// tensors after the call: the state and its bias are those at the start of the open mini-batch.
+TttLinearResults step(const TttLinearCase& problem, const Context& context);
+TttLinearResults step(const TttLinearCase& problem, const TttLinearOpen& open, const Context& context);
+
+}  // namespace fastweight::support
