@@ -31,6 +31,7 @@ namespace {
 struct Plan {
   std::vector<Config> configs;
   std::vector<std::string> refused;  // named by the user, but there is no such thing
+  std::vector<std::string> skipped;  // not named by the user, and does not apply
   bool implementation_named = false;
   double min_seconds = 0.5;
   int64_t repeat = 5;
@@ -92,27 +93,29 @@ bool known(const std::vector<std::string>& names, const std::string& name) {
   return std::ranges::find(names, name) != names.end();
 }
 
-// Of one mode. Unless named, the reference is left out: it is there to be right, not to be fast.
-std::vector<std::string> choose_implementations(Mode mode, const std::vector<std::string>& named) {
+// Of one operator and mode. Unless named, the reference is left out: it is there to be right, not to be fast.
+std::vector<std::string> choose_implementations(Op op, Mode mode, const std::vector<std::string>& named) {
   std::vector<std::string> chosen;
   if (named.empty()) {
-    for (const std::string& name : implementations(mode)) {
+    for (const std::string& name : implementations(op, mode)) {
       if (name != "reference") chosen.push_back(name);
     }
     if (chosen.empty()) chosen.push_back("reference");
     return chosen;
   }
   for (const std::string& name : named) {
-    if (name == kAutomatic || known(implementations(mode), name)) chosen.push_back(name);
+    if (name == kAutomatic || known(implementations(op, mode), name)) chosen.push_back(name);
   }
   return chosen;
 }
 
 void check_implementation_names(const std::vector<std::string>& named) {
   std::vector<std::string> all = {kAutomatic};
-  for (Mode mode : kModes) {
-    for (const std::string& name : implementations(mode)) {
-      if (!known(all, name)) all.push_back(name);
+  for (Op op : kOps) {
+    for (Mode mode : kModes) {
+      for (const std::string& name : implementations(op, mode)) {
+        if (!known(all, name)) all.push_back(name);
+      }
     }
   }
   for (const std::string& name : named) {
@@ -146,21 +149,27 @@ Plan make_plan(const Flags& flags) {
   std::vector<DType> dtypes = {DType::kF32};
   if (flags.has("--dtype")) dtypes = parse_dtypes(flags.list("--dtype"));
 
-  for (Gate gate : parse_ops(flags.list("--op"))) {
+  for (Op op : parse_ops(flags.list("--op"))) {
     for (Mode mode : modes) {
-      const std::vector<std::string> chosen = choose_implementations(mode, named);
+      const std::vector<std::string> chosen = choose_implementations(op, mode, named);
       for (const std::string& name : named) {
         if (flags.has("--mode") && !known(chosen, name)) {
-          plan.refused.push_back(op_name(gate) + " " + mode_name(mode) + " " + name +
+          plan.refused.push_back(op_name(op) + " " + mode_name(mode) + " " + name +
                                  ": there is no such implementation");
         }
       }
       for (Shape shape : shapes.empty() ? default_shapes(mode, quick) : shapes) {
         if (mode == Mode::kStep) shape.T = 1;
+        if (op == Op::kTttLinear && (shape.K != shape.V || shape.HV != shape.H)) {
+          const std::string reason = op_name(op) + " needs K = V and HV = H, got " + shape.text();
+          if (flags.has("--op")) throw UsageError("--shape: " + reason);
+          plan.skipped.push_back(reason);
+          continue;
+        }
         for (DType dtype : dtypes) {
           for (int threads : thread_counts) {
             for (const std::string& name : chosen) {
-              BenchChoice choice{gate, mode, shape, dtype, 0, flags.has("--saved-states")};
+              BenchChoice choice{op, mode, shape, dtype, 0, flags.has("--saved-states")};
               if (mode != Mode::kStep && sequences > 0) {
                 if (shape.B != 1) throw UsageError("--varlen: needs shapes with B=1, got " + shape.text());
                 choice.sequences = sequences;
@@ -256,14 +265,14 @@ Chart make_chart(const std::vector<Record>& records, const Machine& machine) {
       if (choice.sequences > 0) title += format(", %lld packed sequences", static_cast<long long>(choice.sequences));
       auto group = std::ranges::find(panel.groups, title, &BarGroup::title);
       if (group == panel.groups.end()) group = panel.groups.insert(group, {title, {}});
-      std::string label = op_name(choice.gate) + " " + record.timing.implementation;
+      std::string label = op_name(choice.op) + " " + record.timing.implementation;
       if (several_dtypes) label += " " + dtype_name(choice.dtype);
       if (several_threads) label += format(" x%d", record.config.threads);
       const double share = 100 * (step ? record.share_of_memcpy() : record.share_of_peak());
       const std::string rate = step ? format("%.1f GB/s", record.gbps) : format("%.1f GFLOP/s", record.gflops);
       const std::string note =
           format("%.1f %%  (%s, %s ms)", share, rate.c_str(), milliseconds(record.timing.median_ms).c_str());
-      group->bars.push_back({label, op_name(choice.gate), share, note});
+      group->bars.push_back({label, op_name(choice.op), share, note});
     }
     if (panel.groups.empty()) continue;
     panel.axis += " (100 % = " + join(limits, ", ") + ")";
@@ -336,7 +345,7 @@ void Bench::measure(const Config& config, const BenchProblem& problem) {
   record.gbps = problem.bytes() / timing.median_ms * 1e-6;
   records_.push_back(record);
   progress_.clear();
-  table_.row({op_name(config.choice.gate), mode_name(config.choice.mode), timing.implementation,
+  table_.row({op_name(config.choice.op), mode_name(config.choice.mode), timing.implementation,
               dtype_name(config.choice.dtype), std::to_string(config.threads), config.choice.shape.text(),
               milliseconds(timing.median_ms), milliseconds(timing.min_ms), milliseconds(timing.p90_ms),
               milliseconds(timing.first_ms), format("%.1f", record.gflops),
@@ -347,7 +356,8 @@ void Bench::measure(const Config& config, const BenchProblem& problem) {
 void Bench::note_cached_states(const BenchChoice& choice) {
   if (choice.mode != Mode::kStep) return;
   const Shape& s = choice.shape;
-  const double bytes = 4.0 * static_cast<double>(s.B * s.HV * s.K * s.V);
+  const double per_head = choice.op == Op::kTttLinear ? 2 : 1;  // the state and the sums
+  const double bytes = 4.0 * per_head * static_cast<double>(s.B * s.HV * s.K * s.V);
   if (bytes >= 2.0 * static_cast<double>(machine_.last_level_cache_bytes())) return;
   const std::string note = "note: step " + s.text() + format(": %.3g MiB of states, ", bytes / (1 << 20)) +
                            "which stay in the caches in part or as a whole";
@@ -376,10 +386,10 @@ int Bench::run() {
     try {
       const BenchChoice& choice = config.choice;
       const std::string text =
-          op_name(choice.gate) + mode_name(choice.mode) + dtype_name(choice.dtype) + choice.shape.text();
+          op_name(choice.op) + mode_name(choice.mode) + dtype_name(choice.dtype) + choice.shape.text();
       if (problem == nullptr || text != problem_text) {
         problem.reset();
-        problem = std::make_unique<BenchProblem>(choice);
+        problem = make_bench_problem(choice);
         problem_text = text;
         note_cached_states(choice);
       }
@@ -389,6 +399,7 @@ int Bench::run() {
     }
   }
   progress_.clear();
+  for (const std::string& skipped : plan_.skipped) notes_.push_back("skipped: " + skipped);
   for (const std::string& refused : plan_.refused) notes_.push_back("failed: " + refused);
   if (!notes_.empty()) std::printf("\n");
   for (const std::string& note : notes_) std::printf("%s\n", note.c_str());
@@ -398,34 +409,38 @@ int Bench::run() {
 }  // namespace
 
 int run_bench(const std::vector<std::string>& arguments) {
-  const Flags flags({{"--op", "NAMES", "delta_rule, gdn (gated_delta_rule), kda (default: all)"},
-                     {"--mode", "NAMES", "fwd, bwd, step (default: all)"},
-                     {"--impl", "NAMES", "as `fastweight info` lists them, or auto (default: all but the reference)"},
-                     {"--dtype", "NAMES", "fp32, bf16, fp16 (default: fp32)"},
-                     {"--threads", "COUNTS", "threads per call (default: every core)"},
-                     {"--shape", "SHAPE",
-                      "B=1,T=4096,H=16,K=128,V=128; HV= where it differs from H; may be repeated.\n"
-                      "A step takes one token for each of B states, whatever T is: choose B so that\n"
-                      "the states (4 B HV K V bytes) exceed the caches"},
-                     {"--varlen", "N", "cut T into N packed sequences of growing length (fwd, bwd)"},
-                     {"--saved-states", "", "the forward writes the chunk states and the backward reads them"},
-                     {"--min-time", "SECONDS", "measure each configuration at least this long (default: 0.5)"},
-                     {"--repeat", "N", "and at least this many times (default: 5)"},
-                     {"--quick", "", "small problems and short measurements"},
-                     {"--json", "FILE", "write the results as a list of records"},
-                     {"--plot", "FILE", "write a bar chart as SVG"}},
-                    arguments);
+  const Flags flags(
+      {{"--op", "NAMES", "delta_rule, gdn (gated_delta_rule), kda, ttt_linear (default: all)"},
+       {"--mode", "NAMES", "fwd, bwd, step (default: all)"},
+       {"--impl", "NAMES", "as `fastweight info` lists them, or auto (default: all but the reference)"},
+       {"--dtype", "NAMES", "fp32, bf16, fp16 (default: fp32)"},
+       {"--threads", "COUNTS", "threads per call (default: every core)"},
+       {"--shape", "SHAPE",
+        "B=1,T=4096,H=16,K=128,V=128; HV= where it differs from H; D= for K and V; may be\n"
+        "repeated.\n"
+        "A step takes one token for each of B states, whatever T is: choose B so that\n"
+        "the states (4 B HV K V bytes, twice that for ttt_linear) exceed the caches"},
+       {"--varlen", "N", "cut T into N packed sequences of growing length (fwd, bwd)"},
+       {"--saved-states", "", "the forward writes the chunk states and the backward reads them (not ttt_linear)"},
+       {"--min-time", "SECONDS", "measure each configuration at least this long (default: 0.5)"},
+       {"--repeat", "N", "and at least this many times (default: 5)"},
+       {"--quick", "", "small problems and short measurements"},
+       {"--json", "FILE", "write the results as a list of records"},
+       {"--plot", "FILE", "write a bar chart as SVG"}},
+      arguments);
   if (flags.help()) {
     std::printf(
         "usage: fastweight bench [FLAGS]\n\n"
         "Times calls of the public API on prepared, touched buffers, with scratch memory kept from call to call, "
         "after\n"
         "a warm-up; `first` is the very first call of a configuration. GFLOP/s count F = 6KV + 64(K+V) per token and\n"
-        "value head forward, 3F backward, 7KV for a step. GB/s count every input and output tensor once, the states "
-        "of\n"
-        "a step twice, read and written. Both are set against what this machine does in the same run on the same "
-        "number\n"
-        "of threads: fp32 multiply-adds on registers, and memcpy of large buffers, bytes read plus bytes written.\n\n"
+        "value head forward, 3F backward, 7KV for a step; for ttt_linear F = 6D^2 + 96D, and 8D^2 for a step. GB/s "
+        "count\n"
+        "every input and output tensor once, the states of a step twice, read and written. Both are set against what "
+        "this\n"
+        "machine does in the same run on the same number of threads: fp32 multiply-adds on registers, and memcpy of "
+        "large\n"
+        "buffers, bytes read plus bytes written.\n\n"
         "NAMES and COUNTS are comma lists, and their flags may be repeated.\n\n%s",
         flags.description().c_str());
     return 0;

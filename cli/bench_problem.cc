@@ -3,9 +3,16 @@
 #include <algorithm>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "cli/flags.h"
 #include "cli/text.h"
+#include "fastweight/delta_rule.h"
+#include "fastweight/ttt_linear.h"
+#include "support/delta_rule_case.h"
+#include "support/random.h"
+#include "support/tensor.h"
+#include "support/ttt_linear_case.h"
 
 namespace fastweight::cli {
 namespace {
@@ -13,6 +20,12 @@ namespace {
 using support::DeltaRuleCase;
 using support::DeltaRuleSpec;
 using support::Tensor;
+using support::TttLinearCase;
+using support::TttLinearSpec;
+
+// Drawing gaussians for every token of a long sequence would take longer than the bench; a few hundred tokens are drawn
+// and repeated.
+constexpr int64_t kDrawnTokens = 256;
 
 double view_bytes(const TensorView& view) {
   if (!view.present()) return 0;
@@ -42,17 +55,16 @@ std::vector<int64_t> growing_offsets(int64_t tokens, int64_t sequences) {
   return offsets;
 }
 
-// Drawing gaussians for every token of a long sequence would take longer than the bench; a few hundred tokens are drawn
-// and repeated.
-DeltaRuleCase make_data(const BenchChoice& choice) {
-  constexpr int64_t kDrawnTokens = 256;
+// ---- The delta-rule family ------------------------------------------------------------------------------------------
+
+DeltaRuleCase delta_rule_data(const BenchChoice& choice) {
   const Shape& s = choice.shape;
   DeltaRuleSpec spec;
   spec.name = "bench";
   spec.B = 1;
   spec.T = std::min(s.B * s.T, kDrawnTokens);
   spec.H = s.H, spec.HV = s.HV, spec.K = s.K, spec.V = s.V;
-  spec.options.gate = choice.gate;
+  spec.options.gate = gate_of(choice.op);
   spec.dtype = choice.dtype;
   spec.initial_state = choice.mode == Mode::kStep;
   const DeltaRuleCase drawn = support::draw(spec, 1);
@@ -65,50 +77,37 @@ DeltaRuleCase make_data(const BenchChoice& choice) {
   data.k = tile(drawn.k, 1, {s.B, s.T, s.H, s.K});
   data.v = tile(drawn.v, 1, {s.B, s.T, s.HV, s.V});
   data.beta = tile(drawn.beta, 1, {s.B, s.T, s.HV});
-  if (choice.gate == Gate::kPerHead) data.g = tile(drawn.g, 1, {s.B, s.T, s.HV});
-  if (choice.gate == Gate::kPerChannel) data.g = tile(drawn.g, 1, {s.B, s.T, s.HV, s.K});
+  if (spec.options.gate == Gate::kPerHead) data.g = tile(drawn.g, 1, {s.B, s.T, s.HV});
+  if (spec.options.gate == Gate::kPerChannel) data.g = tile(drawn.g, 1, {s.B, s.T, s.HV, s.K});
   if (choice.mode == Mode::kBackward) data.d_o = tile(drawn.d_o, 1, {s.B, s.T, s.HV, s.V});
   if (choice.mode == Mode::kStep) data.initial_state = tile(drawn.initial_state, 0, {s.B, s.HV, s.K, s.V});
   if (choice.sequences > 0) {
     const std::vector<int64_t> offsets = growing_offsets(s.T, choice.sequences);
     data.spec.cu_seqlens = offsets;
-    data.cu_seqlens = Tensor(DType::kI64, {choice.sequences + 1}, std::vector<double>(offsets.begin(), offsets.end()));
+    data.cu_seqlens = support::offsets_tensor(offsets);
   }
   return data;
 }
 
-}  // namespace
+class DeltaRuleBench : public BenchProblem {
+ public:
+  explicit DeltaRuleBench(const BenchChoice& choice);
+  std::string run(const Context& context) const override;
+  double flop() const override;
+  double bytes() const override;
 
-std::string Shape::text() const {
-  std::string text =
-      format("B=%lld,T=%lld,H=%lld", static_cast<long long>(B), static_cast<long long>(T), static_cast<long long>(H));
-  if (HV != H) text += format(",HV=%lld", static_cast<long long>(HV));
-  return text + format(",K=%lld,V=%lld", static_cast<long long>(K), static_cast<long long>(V));
-}
+ private:
+  BenchChoice choice_;
+  DeltaRuleCase data_;
+  std::vector<Tensor> outputs_;  // owns what the calls below write
+  DeltaRuleForward forward_;
+  DeltaRuleBackward backward_;
+  DeltaRuleStep step_;
+};
 
-Shape parse_shape(const std::string& text) {
-  Shape shape;
-  const std::pair<const char*, int64_t*> fields[] = {{"B", &shape.B},   {"T", &shape.T}, {"H", &shape.H},
-                                                     {"HV", &shape.HV}, {"K", &shape.K}, {"V", &shape.V}};
-  for (const std::string& part : split(text, ',')) {
-    const size_t equals = part.find('=');
-    const std::string name = part.substr(0, equals);
-    const auto field = std::ranges::find_if(fields, [&](const auto& f) { return name == f.first; });
-    if (equals == std::string::npos || field == std::end(fields)) {
-      throw UsageError("--shape: expected B=..,T=..,H=..,HV=..,K=..,V=.., got '" + part + "' in '" + text + "'");
-    }
-    *field->second = parse_integer("--shape: " + name, part.substr(equals + 1), 1);
-  }
-  for (const auto& [name, value] : {std::pair{"H", shape.H}, {"K", shape.K}, {"V", shape.V}}) {
-    if (value == 0) throw UsageError(std::string("--shape: ") + name + " is missing in '" + text + "'");
-  }
-  if (shape.HV == 0) shape.HV = shape.H;
-  return shape;
-}
-
-BenchProblem::BenchProblem(const BenchChoice& choice) : choice_(choice) {
+DeltaRuleBench::DeltaRuleBench(const BenchChoice& choice) : choice_(choice) {
   if (choice.mode == Mode::kStep) choice_.shape.T = 1;
-  data_ = make_data(choice_);
+  data_ = delta_rule_data(choice_);
   const Shape& s = choice_.shape;
   const auto output = [&](DType dtype, std::vector<int64_t> shape) {
     return outputs_.emplace_back(dtype, std::move(shape)).view();
@@ -150,7 +149,7 @@ BenchProblem::BenchProblem(const BenchChoice& choice) : choice_(choice) {
   }
 }
 
-std::string BenchProblem::run(const Context& context) const {
+std::string DeltaRuleBench::run(const Context& context) const {
   switch (choice_.mode) {
     case Mode::kForward:
       return delta_rule_forward(context, forward_);
@@ -162,7 +161,7 @@ std::string BenchProblem::run(const Context& context) const {
   return delta_rule_step(context, step_);
 }
 
-double BenchProblem::flop() const {
+double DeltaRuleBench::flop() const {
   const Shape& s = choice_.shape;
   const double K = static_cast<double>(s.K), V = static_cast<double>(s.V);
   const double forward = 6 * K * V + 64 * (K + V);
@@ -172,7 +171,7 @@ double BenchProblem::flop() const {
   return each * static_cast<double>(s.B * s.T * s.HV);
 }
 
-double BenchProblem::bytes() const {
+double DeltaRuleBench::bytes() const {
   double total = 0;
   for (const Tensor* input : {&data_.q, &data_.k, &data_.v, &data_.g, &data_.beta, &data_.d_o}) {
     total += view_bytes(input->view());
@@ -187,6 +186,166 @@ double BenchProblem::bytes() const {
       break;
   }
   return total + view_bytes(step_.o) + 2 * view_bytes(step_.state);
+}
+
+// ---- TTT-linear ----------------------------------------------------------------------------------------------------
+
+TttLinearCase ttt_linear_data(const BenchChoice& choice) {
+  const Shape& s = choice.shape;
+  TttLinearSpec spec;
+  spec.name = "bench";
+  spec.T = std::min(s.B * s.T, kDrawnTokens);
+  spec.H = s.H, spec.D = s.K;
+  spec.dtype = choice.dtype;
+  const TttLinearCase drawn = support::draw(spec, 1);
+
+  const int64_t states = choice.sequences > 0 ? choice.sequences : s.B;
+  TttLinearCase data;
+  data.spec = drawn.spec;
+  data.spec.B = s.B;
+  data.spec.T = s.T;
+  data.q = tile(drawn.q, 1, {s.B, s.T, s.H, s.K});
+  data.k = tile(drawn.k, 1, {s.B, s.T, s.H, s.K});
+  data.v = tile(drawn.v, 1, {s.B, s.T, s.H, s.K});
+  data.w = drawn.w;
+  data.b = drawn.b;
+  data.eta = tile(drawn.eta, 1, {s.B, s.T, s.H, 1});
+  data.initial_state = tile(drawn.initial_state, 0, {states, s.H, s.K, s.K});
+  data.initial_state_bias = tile(drawn.initial_state_bias, 0, {states, s.H, 1, s.K});
+  if (choice.mode == Mode::kBackward) data.d_o = tile(drawn.d_o, 1, {s.B, s.T, s.H, s.K});
+  if (choice.sequences > 0) {
+    data.spec.cu_seqlens = growing_offsets(s.T, choice.sequences);
+    data.cu_seqlens = support::offsets_tensor(data.spec.cu_seqlens);
+  }
+  return data;
+}
+
+class TttLinearBench : public BenchProblem {
+ public:
+  explicit TttLinearBench(const BenchChoice& choice) : choice_(choice) {
+    if (choice.mode == Mode::kStep) choice_.shape.T = 1;
+    data_ = ttt_linear_data(choice_);
+    if (choice_.mode == Mode::kForward) prepare_forward();
+    if (choice_.mode == Mode::kBackward) prepare_backward();
+    if (choice_.mode == Mode::kStep) prepare_step();
+  }
+
+  std::string run(const Context& context) const override {
+    switch (choice_.mode) {
+      case Mode::kForward:
+        return ttt_linear_forward(context, forward_);
+      case Mode::kBackward:
+        return ttt_linear_backward(context, backward_);
+      case Mode::kStep:
+        break;
+    }
+    return ttt_linear_step(context, step_);
+  }
+
+  double flop() const override {
+    const Shape& s = choice_.shape;
+    const double D = static_cast<double>(s.K);
+    const double forward = 6 * D * D + 96 * D;
+    const double each = choice_.mode == Mode::kForward    ? forward
+                        : choice_.mode == Mode::kBackward ? 3 * forward
+                                                          : 8 * D * D;
+    return each * static_cast<double>(s.B * s.T * s.H);
+  }
+
+  double bytes() const override {
+    double total = 0;
+    for (const Tensor* input : {&data_.q, &data_.k, &data_.v, &data_.w, &data_.b, &data_.eta, &data_.d_o}) {
+      total += view_bytes(input->view());
+    }
+    const double states = view_bytes(data_.initial_state.view()) + view_bytes(data_.initial_state_bias.view());
+    for (const Tensor& output : outputs_) total += view_bytes(output.view());
+    if (choice_.mode != Mode::kStep) return total + states;
+    // Read and written; the sums are among the outputs.
+    return total + 2 * states + view_bytes(step_.gradient) + view_bytes(step_.gradient_bias);
+  }
+
+ private:
+  // Moving a tensor keeps its memory, so the views stay good while the vector grows.
+  TensorView output(DType dtype, const std::vector<int64_t>& shape) {
+    return outputs_.emplace_back(dtype, shape).view();
+  }
+
+  void prepare_forward() {
+    forward_.in = data_.inputs();
+    forward_.options = data_.spec.options;
+    forward_.o = output(choice_.dtype, data_.v.shape());
+    forward_.final_state = output(DType::kF32, data_.initial_state.shape());
+    forward_.final_state_bias = output(DType::kF32, data_.initial_state_bias.shape());
+  }
+
+  void prepare_backward() {
+    backward_.in = data_.inputs();
+    backward_.options = data_.spec.options;
+    backward_.d_o = data_.d_o.view();
+    backward_.dq = output(choice_.dtype, data_.q.shape());
+    backward_.dk = output(choice_.dtype, data_.k.shape());
+    backward_.dv = output(choice_.dtype, data_.v.shape());
+    backward_.dw = output(data_.w.dtype(), data_.w.shape());
+    backward_.db = output(data_.b.dtype(), data_.b.shape());
+    backward_.deta = output(data_.eta.dtype(), data_.eta.shape());
+  }
+
+  void prepare_step() {
+    step_.in = data_.inputs();
+    step_.in.initial_state = step_.in.initial_state_bias = {};
+    step_.options = data_.spec.options;
+    step_.state = data_.initial_state.view();
+    step_.state_bias = data_.initial_state_bias.view();
+    step_.gradient = output(DType::kF32, data_.initial_state.shape());
+    step_.gradient_bias = output(DType::kF32, data_.initial_state_bias.shape());
+    step_.position = output(DType::kI32, {choice_.shape.B});
+    step_.o = output(choice_.dtype, data_.v.shape());
+  }
+
+  BenchChoice choice_;
+  TttLinearCase data_;
+  std::vector<Tensor> outputs_;  // owns what the calls below write
+  TttLinearForward forward_;
+  TttLinearBackward backward_;
+  TttLinearStep step_;
+};
+
+}  // namespace
+
+std::string Shape::text() const {
+  std::string text =
+      format("B=%lld,T=%lld,H=%lld", static_cast<long long>(B), static_cast<long long>(T), static_cast<long long>(H));
+  if (HV != H) text += format(",HV=%lld", static_cast<long long>(HV));
+  return text + format(",K=%lld,V=%lld", static_cast<long long>(K), static_cast<long long>(V));
+}
+
+Shape parse_shape(const std::string& text) {
+  Shape shape;
+  int64_t D = 0;
+  const std::pair<const char*, int64_t*> fields[] = {{"B", &shape.B},   {"T", &shape.T}, {"H", &shape.H}, {"D", &D},
+                                                     {"HV", &shape.HV}, {"K", &shape.K}, {"V", &shape.V}};
+  for (const std::string& part : split(text, ',')) {
+    const size_t equals = part.find('=');
+    const std::string name = part.substr(0, equals);
+    const auto field = std::ranges::find_if(fields, [&](const auto& f) { return name == f.first; });
+    if (equals == std::string::npos || field == std::end(fields)) {
+      throw UsageError("--shape: expected B=..,T=..,H=..,HV=..,K=..,V=.. or D=.., got '" + part + "' in '" + text +
+                       "'");
+    }
+    *field->second = parse_integer("--shape: " + name, part.substr(equals + 1), 1);
+  }
+  if (D > 0 && (shape.K > 0 || shape.V > 0)) throw UsageError("--shape: D stands for K and V in '" + text + "'");
+  if (D > 0) shape.K = shape.V = D;
+  for (const auto& [name, value] : {std::pair{"H", shape.H}, {"K", shape.K}, {"V", shape.V}}) {
+    if (value == 0) throw UsageError(std::string("--shape: ") + name + " is missing in '" + text + "'");
+  }
+  if (shape.HV == 0) shape.HV = shape.H;
+  return shape;
+}
+
+std::unique_ptr<BenchProblem> make_bench_problem(const BenchChoice& choice) {
+  if (choice.op == Op::kTttLinear) return std::make_unique<TttLinearBench>(choice);
+  return std::make_unique<DeltaRuleBench>(choice);
 }
 
 }  // namespace fastweight::cli

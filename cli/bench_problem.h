@@ -2,13 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
-#include <vector>
 
 #include "cli/names.h"
-#include "fastweight/delta_rule.h"
-#include "support/delta_rule_case.h"
-#include "support/tensor.h"
+#include "fastweight/context.h"
+#include "fastweight/tensor.h"
 
 namespace fastweight::cli {
 
@@ -18,12 +17,12 @@ struct Shape {
   std::string text() const;  // B=1,T=4096,H=16,K=128,V=128; HV where it differs from H
 };
 
-// From `B=1,T=4096,H=16,HV=32,K=128,V=128` in any order; B defaults to 1, HV to H, T stays 0 when absent. Throws
-// UsageError.
+// From `B=1,T=4096,H=16,HV=32,K=128,V=128` in any order; B defaults to 1, HV to H, T stays 0 when absent, D stands for
+// K and V. Throws UsageError.
 Shape parse_shape(const std::string& text);
 
 struct BenchChoice {
-  Gate gate = Gate::kNone;
+  Op op = Op::kDeltaRule;
   Mode mode = Mode::kForward;
   Shape shape;
   DType dtype = DType::kF32;
@@ -31,28 +30,24 @@ struct BenchChoice {
   bool saved_states = false;  // the forward writes the chunk states, the backward reads them
 };
 
-// Forward: o and the final state, from no initial state. Backward: every gradient of the inputs, from d_o. Step: one
-// token for each of B states. Gates are precomputed, keys have unit norm, gates and beta are fp32.
+// Forward: o and the final state, from no initial state (TTT-linear: from a random one). Backward: every gradient of
+// the inputs, from d_o. Step: one token for each of B states. Gates are precomputed, keys have unit norm, gates, beta,
+// eta and the parameters of norms are fp32.
 class BenchProblem {
  public:
-  explicit BenchProblem(const BenchChoice& choice);
+  virtual ~BenchProblem() = default;
 
   // One call of the public API; the name of the implementation that ran.
-  std::string run(const Context& context) const;
+  virtual std::string run(const Context& context) const = 0;
 
-  // Per token and value head F = 6KV + 64(K + V) forward, 3F backward, 7KV for a step.
-  double flop() const;
+  // Per token and value head F = 6KV + 64(K + V) forward, 3F backward, 7KV for a step. TTT-linear: F = 6D^2 + 96D, and
+  // 8D^2 for a step.
+  virtual double flop() const = 0;
 
   // Every input and output tensor once; the states of a step twice, read and written.
-  double bytes() const;
-
- private:
-  BenchChoice choice_;
-  support::DeltaRuleCase data_;
-  std::vector<support::Tensor> outputs_;  // owns what the calls below write
-  DeltaRuleForward forward_;
-  DeltaRuleBackward backward_;
-  DeltaRuleStep step_;
+  virtual double bytes() const = 0;
 };
+
+std::unique_ptr<BenchProblem> make_bench_problem(const BenchChoice& choice);
 
 }  // namespace fastweight::cli

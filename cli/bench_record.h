@@ -18,7 +18,7 @@ struct Config {
   int threads = 1;
 
   std::string text() const {
-    return op_name(choice.gate) + " " + mode_name(choice.mode) + " " + implementation + " " + dtype_name(choice.dtype) +
+    return op_name(choice.op) + " " + mode_name(choice.mode) + " " + implementation + " " + dtype_name(choice.dtype) +
            " " + choice.shape.text() + " threads=" + std::to_string(threads);
   }
 };

@@ -17,14 +17,16 @@
 #include "fastweight/info.h"
 #include "support/delta_rule_case.h"
 #include "support/golden.h"
+#include "support/ttt_linear_case.h"
 
 namespace fastweight::cli {
 namespace {
 
 using support::DeltaRuleCase;
-using support::DeltaRuleResults;
 using support::DeltaRuleSpec;
-using support::Tensor;
+using support::TttLinearCase;
+using support::TttLinearResults;
+using support::TttLinearSpec;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tolerances, on err(a, b) = rms(a - b) / (rms(b) + 1e-8). A tensor also passes when no element is off by more than
@@ -36,28 +38,42 @@ constexpr double kFp32HardGates = 5e-4;  // a gate of -1000 makes dg a differenc
 constexpr double kReferenceVsGolden = 1e-10;
 constexpr double kReferenceVsGoldenSmallest = 1e-13;
 
-// bf16 and fp16: the thresholds that the operators are specified with.
-struct HalfBounds {
-  Gate gate;
-  double forward, dq, dk, dv, dg, dbeta, d_initial_state, da_log, ddt_bias;
+// bf16 and fp16: the thresholds that the operators are specified with. A tensor without a row of its own has the bound
+// of the results of a forward or step.
+struct HalfBound {
+  const char* tensor;
+  double delta_rule, gdn, kda, ttt_linear;
 };
-constexpr HalfBounds kHalfBounds[] = {
-    {Gate::kNone, 0.006, 0.008, 0.008, 0.008, 0, 0.008, 0.008, 0, 0},
-    {Gate::kPerHead, 0.005, 0.008, 0.008, 0.008, 0.02, 0.02, 0.008, 0.02, 0.02},
-    {Gate::kPerChannel, 0.005, 0.008, 0.008, 0.008, 0.02, 0.02, 0.008, 0.008, 0.008},
+constexpr HalfBound kHalfForward = {"", 0.006, 0.005, 0.005, 0.005};
+constexpr HalfBound kHalfBounds[] = {
+    {"dq", 0.008, 0.008, 0.008, 0.005},
+    {"dk", 0.008, 0.008, 0.008, 0.01},
+    {"dv", 0.008, 0.008, 0.008, 0.007},
+    {"dg", 0, 0.02, 0.02, 0},
+    {"dbeta", 0.008, 0.02, 0.02, 0},
+    {"da_log", 0, 0.02, 0.008, 0},
+    {"ddt_bias", 0, 0.02, 0.008, 0},
+    {"dw", 0, 0, 0, 0.006},
+    {"db", 0, 0, 0, 0.006},
+    {"deta", 0, 0, 0, 0.03},
+    {"d_initial_state", 0.008, 0.008, 0.008, 0.007},
+    {"d_initial_state_bias", 0, 0, 0, 0.005},
 };
 
-double half_bound(Gate gate, const std::string& tensor) {
-  const auto bounds = std::ranges::find(kHalfBounds, gate, &HalfBounds::gate);
-  if (tensor == "dq") return bounds->dq;
-  if (tensor == "dk") return bounds->dk;
-  if (tensor == "dv") return bounds->dv;
-  if (tensor == "dg") return bounds->dg;
-  if (tensor == "dbeta") return bounds->dbeta;
-  if (tensor == "d_initial_state") return bounds->d_initial_state;
-  if (tensor == "da_log") return bounds->da_log;
-  if (tensor == "ddt_bias") return bounds->ddt_bias;
-  return bounds->forward;  // o, final_state
+double half_bound(Op op, const std::string& tensor) {
+  const auto found = std::ranges::find_if(kHalfBounds, [&](const HalfBound& row) { return row.tensor == tensor; });
+  const HalfBound& row = found == std::end(kHalfBounds) ? kHalfForward : *found;
+  switch (op) {
+    case Op::kDeltaRule:
+      return row.delta_rule;
+    case Op::kGdn:
+      return row.gdn;
+    case Op::kKda:
+      return row.kda;
+    case Op::kTttLinear:
+      break;
+  }
+  return row.ttt_linear;
 }
 
 bool has_hard_gates(const DeltaRuleCase& problem) {
@@ -69,10 +85,14 @@ bool has_hard_gates(const DeltaRuleCase& problem) {
   return false;
 }
 
+double fp32_bound(const DeltaRuleCase& problem) { return has_hard_gates(problem) ? kFp32HardGates : kFp32; }
+double fp32_bound(const TttLinearCase&) { return kFp32; }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // The built-in problems.
 
-std::vector<DeltaRuleSpec> built_in_specs(Gate gate) {
+std::vector<DeltaRuleSpec> delta_rule_specs(Op op) {
+  const Gate gate = gate_of(op);
   std::vector<DeltaRuleSpec> specs;
   const auto add = [&](const char* name, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K,
                        int64_t V) -> DeltaRuleSpec& {
@@ -101,10 +121,44 @@ std::vector<DeltaRuleSpec> built_in_specs(Gate gate) {
   return specs;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Running and judging.
+std::vector<TttLinearSpec> ttt_linear_specs() {
+  std::vector<TttLinearSpec> specs;
+  const auto add = [&](const char* name, int64_t B, int64_t T, int64_t H, int64_t D) -> TttLinearSpec& {
+    TttLinearSpec spec;
+    spec.name = name;
+    spec.B = B, spec.T = T, spec.H = H, spec.D = D;
+    return specs.emplace_back(spec);
+  };
+  add("square", 2, 96, 2, 64);
+  add("wide", 1, 129, 1, 128);
+  add("odd_width", 1, 70, 2, 60);
+  add("one_token", 3, 1, 2, 32);
+  add("mini_batch_32", 1, 100, 1, 64).options.mini_batch = 32;
+  add("mini_batch_64", 1, 150, 1, 48).options.mini_batch = 64;
+  add("varlen", 1, 150, 2, 32).cu_seqlens = {0, 0, 17, 17, 81, 145, 150, 150};  // three of the seven are empty
+  return specs;
+}
 
-DeltaRuleResults run_mode(Mode mode, const DeltaRuleCase& problem, const std::string& implementation, int threads) {
+DeltaRuleSpec delta_rule_determinism_spec(Op op) {
+  DeltaRuleSpec spec;
+  spec.name = "determinism";
+  spec.T = 200, spec.H = spec.HV = 3, spec.K = 64, spec.V = 96;
+  spec.options.gate = gate_of(op);
+  return spec;
+}
+
+TttLinearSpec ttt_linear_determinism_spec() {
+  TttLinearSpec spec;
+  spec.name = "determinism";
+  spec.B = 2, spec.T = 200, spec.H = 3, spec.D = 64;
+  return spec;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Running and judging, for every family alike: a Case has its Spec and becomes Results.
+
+template <class Case>
+auto run_mode(Mode mode, const Case& problem, const std::string& implementation, int threads) {
   Context context;
   context.num_threads = threads;
   context.implementation = implementation;
@@ -119,16 +173,20 @@ DeltaRuleResults run_mode(Mode mode, const DeltaRuleCase& problem, const std::st
   return support::step(problem, context);
 }
 
-// What the forward and the step return, and what the backward returns.
-struct Oracle {
-  DeltaRuleResults forward, backward;
+// A step leaves the last mini-batch of a sequence open where the golden answer extends it to its full length.
+template <class Results>
+void drop_open_states(Results&) {}
+void drop_open_states(TttLinearResults& results) {
+  for (int64_t n = 0; n < results.position.size(); ++n) {
+    if (results.position[n] != 0) results.final_state = results.final_state_bias = {};
+  }
+}
 
-  const DeltaRuleResults& of(Mode mode) const { return mode == Mode::kBackward ? backward : forward; }
-};
+constexpr const char* kGolden = "golden";
 
 // One line of the table: the worst comparison of one implementation over a set of problems.
 struct Line {
-  Gate gate;
+  Op op;
   Mode mode;
   std::string implementation, dtype, against;
   int comparisons = 0, failures = 0;
@@ -145,18 +203,16 @@ double excess(const support::Difference& difference, double bound, double smalle
   return least == least ? least : std::numeric_limits<double>::infinity();
 }
 
-void judge(Line& line, const DeltaRuleCase& problem, const DeltaRuleResults& results, const DeltaRuleResults& expected,
-           bool oracle) {
-  const bool hard = has_hard_gates(problem);
+template <class Case, class Results>
+void judge(Line& line, const Case& problem, const Results& results, const Results& expected, bool oracle) {
   const auto expected_tensors = expected.named();
   for (const auto& [name, tensor] : results.named()) {
     const auto found = std::ranges::find(expected_tensors, name, [](const auto& pair) { return pair.first; });
     if (found == expected_tensors.end()) continue;
     const support::Difference difference = support::compare(*tensor, *found->second);
     const double bound = oracle                              ? kReferenceVsGolden
-                         : problem.spec.dtype != DType::kF32 ? half_bound(line.gate, name)
-                         : hard                              ? kFp32HardGates
-                                                             : kFp32;
+                         : problem.spec.dtype != DType::kF32 ? half_bound(line.op, name)
+                                                             : fp32_bound(problem);
     const double share = excess(difference, bound, oracle ? kReferenceVsGoldenSmallest : kSmallest);
     ++line.comparisons;
     if (!(share <= 1)) ++line.failures;
@@ -171,23 +227,30 @@ void judge(Line& line, const DeltaRuleCase& problem, const DeltaRuleResults& res
 
 class Checker {
  public:
-  Checker(std::vector<Gate> ops, int threads) : ops_(std::move(ops)), threads_(threads) {}
+  Checker(std::vector<Op> ops, int threads) : ops_(std::move(ops)), threads_(threads) {}
 
   int run(const std::string& golden_folder);
 
  private:
-  void check_built_in(Gate gate);
-  void check_golden(Gate gate, const std::vector<support::GoldenCase>& cases);
-  void check_determinism();
+  template <class Spec>
+  void check_built_in(Op op, const std::vector<Spec>& specs);
+  template <class Golden>
+  void check_golden(Op op, const std::vector<Golden>& cases);
+  template <class Spec>
+  void check_determinism(Op op, const Spec& spec);
+  void check_op(Op op, const std::string& golden_folder);
 
   // Runs one implementation on one problem into the line. What it declines is skipped, any other error is a failure.
-  void run_into(Line& line, const DeltaRuleCase& problem, const DeltaRuleResults& expected, bool oracle);
+  template <class Case, class Results>
+  void run_into(Line& line, const Case& problem, const Results& expected, bool oracle);
   void finish(const Line& line);
+  int many_threads() const { return std::max(threads_, 2); }
   void skip(const std::string& what, const std::string& reason);
 
-  std::vector<Gate> ops_;
+  std::vector<Op> ops_;
   int threads_;
   int comparisons_ = 0, failures_ = 0, skipped_ = 0;
+  int configurations_ = 0, different_ = 0;  // of the determinism check
   std::vector<std::string> notes_;
 
   struct Skipped {
@@ -207,11 +270,14 @@ class Checker {
                 {"", 4}}};
 };
 
-void Checker::run_into(Line& line, const DeltaRuleCase& problem, const DeltaRuleResults& expected, bool oracle) {
-  const std::string what = op_name(line.gate) + " " + mode_name(line.mode) + " " + line.implementation + " " +
+template <class Case, class Results>
+void Checker::run_into(Line& line, const Case& problem, const Results& expected, bool oracle) {
+  const std::string what = op_name(line.op) + " " + mode_name(line.mode) + " " + line.implementation + " " +
                            line.dtype + " on " + problem.spec.name;
   try {
-    judge(line, problem, run_mode(line.mode, problem, line.implementation, threads_), expected, oracle);
+    Results results = run_mode(line.mode, problem, line.implementation, threads_);
+    if (line.against == kGolden) drop_open_states(results);
+    judge(line, problem, results, expected, oracle);
   } catch (const Error& error) {
     if (error.code() == ErrorCode::kUnsupported) {
       skip(what, error.what());
@@ -233,42 +299,41 @@ void Checker::finish(const Line& line) {
   if (line.comparisons == 0) return;
   comparisons_ += line.comparisons;
   failures_ += line.failures;
-  table_.row({op_name(line.gate), mode_name(line.mode), line.implementation, line.dtype, line.against, line.where,
+  table_.row({op_name(line.op), mode_name(line.mode), line.implementation, line.dtype, line.against, line.where,
               format("%.1e", line.error), format("%.0e", line.bound), line.failures == 0 ? "ok" : "FAIL"});
 }
 
-void Checker::check_built_in(Gate gate) {
-  struct Built {
-    DeltaRuleCase problem;
-    Oracle oracle;
-  };
+template <class Spec>
+void Checker::check_built_in(Op op, const std::vector<Spec>& specs) {
+  using Case = decltype(support::draw(specs[0], 1));
   for (DType dtype : kDTypes) {
-    std::vector<Built> built;
+    std::vector<Case> problems;
     uint64_t seed = 1;
-    for (DeltaRuleSpec& spec : built_in_specs(gate)) {
+    for (Spec spec : specs) {
       spec.dtype = dtype;
-      Built& entry = built.emplace_back(Built{support::draw(spec, seed++), {}});
-      const DeltaRuleCase exact = support::in_double(entry.problem);
-      entry.oracle = {run_mode(Mode::kForward, exact, "reference", threads_),
-                      run_mode(Mode::kBackward, exact, "reference", threads_)};
+      problems.push_back(support::draw(spec, seed++));
     }
     for (Mode mode : kModes) {
-      for (const std::string& name : implementations(mode)) {
-        Line line{gate, mode, name, dtype_name(dtype), "reference"};
-        for (const Built& entry : built) run_into(line, entry.problem, entry.oracle.of(mode), false);
+      std::vector<decltype(run_mode(mode, problems[0], "", 1))> oracle;
+      for (const Case& problem : problems) {
+        oracle.push_back(run_mode(mode, support::in_double(problem), "reference", threads_));
+      }
+      for (const std::string& name : implementations(op, mode)) {
+        Line line{op, mode, name, dtype_name(dtype), "reference"};
+        for (size_t i = 0; i < problems.size(); ++i) run_into(line, problems[i], oracle[i], false);
         finish(line);
       }
     }
   }
 }
 
-void Checker::check_golden(Gate gate, const std::vector<support::GoldenCase>& cases) {
+template <class Golden>
+void Checker::check_golden(Op op, const std::vector<Golden>& cases) {
   for (Mode mode : kModes) {
-    for (const std::string& name : implementations(mode)) {
+    for (const std::string& name : implementations(op, mode)) {
       const bool oracle = name == "reference";
-      Line line{gate, mode, name, oracle ? "fp64" : "fp32", "golden"};
-      for (const support::GoldenCase& golden : cases) {
-        if (golden.problem.spec.options.gate != gate) continue;
+      Line line{op, mode, name, oracle ? "fp64" : "fp32", kGolden};
+      for (const Golden& golden : cases) {
         run_into(line, oracle ? support::in_double(golden.problem) : golden.problem, golden.expected, oracle);
       }
       finish(line);
@@ -276,65 +341,73 @@ void Checker::check_golden(Gate gate, const std::vector<support::GoldenCase>& ca
   }
 }
 
-void Checker::check_determinism() {
-  const int many = threads_ > 1 ? threads_ : 2;
-  int configurations = 0, different = 0;
-  for (Gate gate : ops_) {
-    DeltaRuleSpec spec;
-    spec.name = "determinism";
-    spec.T = 200, spec.H = spec.HV = 3, spec.K = 64, spec.V = 96;
-    spec.options.gate = gate;
-    const DeltaRuleCase problem = support::draw(spec, 7);
-    for (Mode mode : kModes) {
-      for (const std::string& name : implementations(mode)) {
-        try {
-          const DeltaRuleResults first = run_mode(mode, problem, name, many);
-          const DeltaRuleResults again = run_mode(mode, problem, name, many);
-          const DeltaRuleResults single = run_mode(mode, problem, name, 1);
-          const auto first_tensors = first.named(), again_tensors = again.named(), single_tensors = single.named();
-          bool same = true;
-          for (size_t i = 0; i < first_tensors.size(); ++i) {
-            same = same && support::same_bits(*first_tensors[i].second, *again_tensors[i].second) &&
-                   support::same_bits(*first_tensors[i].second, *single_tensors[i].second);
-          }
-          ++configurations;
-          if (same) continue;
-          ++different;
-          notes_.push_back("FAIL: " + op_name(gate) + " " + mode_name(mode) + " " + name +
-                           " gave other bits in a second run or with another thread count");
-        } catch (const Error& error) {
-          const std::string what = "determinism of " + op_name(gate) + " " + mode_name(mode) + " " + name;
-          if (error.code() == ErrorCode::kUnsupported) {
-            skip(what, error.what());
-            continue;
-          }
-          ++configurations;
-          ++different;
-          notes_.push_back("FAIL: " + what + ": " + error.what());
+template <class Spec>
+void Checker::check_determinism(Op op, const Spec& spec) {
+  const auto problem = support::draw(spec, 7);
+  for (Mode mode : kModes) {
+    for (const std::string& name : implementations(op, mode)) {
+      try {
+        const auto first = run_mode(mode, problem, name, many_threads());
+        const auto again = run_mode(mode, problem, name, many_threads());
+        const auto single = run_mode(mode, problem, name, 1);
+        const auto first_tensors = first.named(), again_tensors = again.named(), single_tensors = single.named();
+        bool same = true;
+        for (size_t i = 0; i < first_tensors.size(); ++i) {
+          same = same && support::same_bits(*first_tensors[i].second, *again_tensors[i].second) &&
+                 support::same_bits(*first_tensors[i].second, *single_tensors[i].second);
         }
+        ++configurations_;
+        if (same) continue;
+        ++different_;
+        notes_.push_back("FAIL: " + op_name(op) + " " + mode_name(mode) + " " + name +
+                         " gave other bits in a second run or with another thread count");
+      } catch (const Error& error) {
+        const std::string what = "determinism of " + op_name(op) + " " + mode_name(mode) + " " + name;
+        if (error.code() == ErrorCode::kUnsupported) {
+          skip(what, error.what());
+          continue;
+        }
+        ++configurations_;
+        ++different_;
+        notes_.push_back("FAIL: " + what + ": " + error.what());
       }
     }
   }
-  comparisons_ += configurations;
-  failures_ += different;
-  std::printf("\ndeterminism: two runs, and %d and 1 threads: same bits in %d of %d configurations  %s\n", many,
-              configurations - different, configurations, different == 0 ? "ok" : "FAIL");
+}
+
+void Checker::check_op(Op op, const std::string& golden_folder) {
+  const bool has_golden = std::filesystem::is_directory(golden_folder);
+  const auto golden_of = [&](const auto& cases) {
+    if (cases.empty()) {
+      skip("golden cases of " + op_name(op), "none in " + golden_folder + " (choose the folder with --golden)");
+    } else {
+      check_golden(op, cases);
+    }
+  };
+  if (op == Op::kTttLinear) {
+    check_built_in(op, ttt_linear_specs());
+    golden_of(has_golden ? support::load_ttt_linear_golden(golden_folder)
+                         : std::vector<support::TttLinearGoldenCase>());
+    check_determinism(op, ttt_linear_determinism_spec());
+    return;
+  }
+  check_built_in(op, delta_rule_specs(op));
+  std::vector<support::GoldenCase> cases;
+  if (has_golden) cases = support::load_delta_rule_golden(golden_folder);
+  std::erase_if(cases, [&](const support::GoldenCase& one) { return one.problem.spec.options.gate != gate_of(op); });
+  golden_of(cases);
+  check_determinism(op, delta_rule_determinism_spec(op));
 }
 
 int Checker::run(const std::string& golden_folder) {
   const auto start = std::chrono::steady_clock::now();
   std::printf("fastweight %s, %s, %d threads\n\n", version().c_str(), cpu_target().c_str(), threads_);
-  std::vector<support::GoldenCase> golden;
-  if (std::filesystem::is_directory(golden_folder)) golden = support::load_delta_rule_golden(golden_folder);
-  if (golden.empty()) {
-    skip("golden cases", "none in " + golden_folder + " (choose the folder with --golden)");
-  }
   table_.header();
-  for (Gate gate : ops_) {
-    check_built_in(gate);
-    if (!golden.empty()) check_golden(gate, golden);
-  }
-  check_determinism();
+  for (Op op : ops_) check_op(op, golden_folder);
+  comparisons_ += configurations_;
+  failures_ += different_;
+  std::printf("\ndeterminism: two runs, and %d and 1 threads: same bits in %d of %d configurations  %s\n",
+              many_threads(), configurations_ - different_, configurations_, different_ == 0 ? "ok" : "FAIL");
   for (const std::string& note : notes_) std::printf("%s\n", note.c_str());
   for (const auto& [reason, skipped] : skipped_reasons_) {
     const std::string more = skipped.count > 1 ? format(" and %d more", skipped.count - 1) : "";
@@ -357,7 +430,7 @@ std::string default_golden_folder() {
 int run_check(const std::vector<std::string>& arguments) {
   const std::string folder = default_golden_folder();
   const Flags flags({{"--golden", "DIR", "folder of the golden cases (default: " + folder + ")"},
-                     {"--op", "NAMES", "delta_rule, gdn, kda; a comma list (default: all)"},
+                     {"--op", "NAMES", "delta_rule, gdn, kda, ttt_linear; a comma list (default: all)"},
                      {"--threads", "N", "threads per call (default: every core)"}},
                     arguments);
   if (flags.help()) {

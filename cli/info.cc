@@ -38,8 +38,8 @@ void print_text(const Machine& machine, double first_ms, double second_ms) {
   std::printf("\nimplementations, most special first:\n\n");
   const Table table({{"operator", 10}, {"mode", 4}, {"implementations", 0}});
   table.header();
-  for (Gate gate : kOps) {
-    for (Mode mode : kModes) table.row({op_name(gate), mode_name(mode), join(implementations(mode), ", ")});
+  for (Op op : kOps) {
+    for (Mode mode : kModes) table.row({op_name(op), mode_name(mode), join(implementations(op, mode), ", ")});
   }
 }
 

@@ -22,7 +22,7 @@ nlohmann::ordered_json record_json(const Record& record, const Machine& machine,
   const BenchChoice& choice = record.config.choice;
   const Shape& shape = choice.shape;
   nlohmann::ordered_json json;
-  json["op"] = op_name(choice.gate);
+  json["op"] = op_name(choice.op);
   json["mode"] = mode_name(choice.mode);
   json["impl"] = record.timing.implementation;
   json["device"] = "cpu";
@@ -80,8 +80,8 @@ std::string to_json(const Machine& machine, double first_call_ms, double second_
   json["devices"] = nlohmann::ordered_json::array({"cpu"});
   json["first_call_ms"] = first_call_ms;
   json["second_call_ms"] = second_call_ms;
-  for (Gate gate : kOps) {
-    for (Mode mode : kModes) json["implementations"][op_name(gate)][mode_name(mode)] = implementations(mode);
+  for (Op op : kOps) {
+    for (Mode mode : kModes) json["implementations"][op_name(op)][mode_name(mode)] = implementations(op, mode);
   }
   return json.dump(2) + "\n";
 }

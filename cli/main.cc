@@ -25,7 +25,7 @@ constexpr Command kCommands[] = {
 
 void print_help(std::FILE* stream) {
   std::fprintf(stream,
-               "fastweight %s: delta-rule sequence operators (DeltaNet, GDN, KDA)\n\n"
+               "fastweight %s: delta-rule sequence operators (DeltaNet, GDN, KDA, TTT-linear)\n\n"
                "usage: fastweight COMMAND [FLAGS]\n\ncommands:\n",
                version().c_str());
   for (const Command& command : kCommands) std::fprintf(stream, "  %-7s %s\n", command.name, command.summary);

@@ -4,6 +4,7 @@
 
 #include "cli/flags.h"
 #include "cli/text.h"
+#include "fastweight/ttt_linear.h"
 
 namespace fastweight::cli {
 namespace {
@@ -15,10 +16,11 @@ struct Word {
 };
 
 // Of several words with one meaning, the first is the one that we print.
-constexpr Word<Gate> kOpWords[] = {{"delta_rule", Gate::kNone},
-                                   {"gdn", Gate::kPerHead},
-                                   {"kda", Gate::kPerChannel},
-                                   {"gated_delta_rule", Gate::kPerHead}};
+constexpr Word<Op> kOpWords[] = {{"delta_rule", Op::kDeltaRule},
+                                 {"gdn", Op::kGdn},
+                                 {"kda", Op::kKda},
+                                 {"ttt_linear", Op::kTttLinear},
+                                 {"gated_delta_rule", Op::kGdn}};
 constexpr Word<Mode> kModeWords[] = {{"fwd", Mode::kForward},
                                      {"bwd", Mode::kBackward},
                                      {"step", Mode::kStep},
@@ -51,11 +53,11 @@ std::vector<T> parse(const char* flag, const Word<T> (&words)[kCount], const std
 
 }  // namespace
 
-std::string op_name(Gate gate) { return name_of(kOpWords, gate); }
+std::string op_name(Op op) { return name_of(kOpWords, op); }
 std::string mode_name(Mode mode) { return name_of(kModeWords, mode); }
 std::string dtype_name(DType dtype) { return name_of(kDTypeWords, dtype); }
 
-std::vector<Gate> parse_ops(const std::vector<std::string>& values) {
+std::vector<Op> parse_ops(const std::vector<std::string>& values) {
   return values.empty() ? std::vector(kOps.begin(), kOps.end()) : parse("--op", kOpWords, values);
 }
 
@@ -67,10 +69,24 @@ std::vector<DType> parse_dtypes(const std::vector<std::string>& values) {
   return values.empty() ? std::vector(kDTypes.begin(), kDTypes.end()) : parse("--dtype", kDTypeWords, values);
 }
 
-std::vector<std::string> implementations(Mode mode) {
+Gate gate_of(Op op) {
+  switch (op) {
+    case Op::kGdn:
+      return Gate::kPerHead;
+    case Op::kKda:
+      return Gate::kPerChannel;
+    case Op::kDeltaRule:
+    case Op::kTttLinear:
+      break;
+  }
+  return Gate::kNone;
+}
+
+std::vector<std::string> implementations(Op op, Mode mode) {
   const char* const long_name = mode == Mode::kForward ? "forward" : mode == Mode::kBackward ? "backward" : "step";
   std::vector<std::string> names;
-  for (const ImplementationInfo& info : delta_rule_implementations()) {
+  for (const ImplementationInfo& info :
+       op == Op::kTttLinear ? ttt_linear_implementations() : delta_rule_implementations()) {
     if (info.mode == long_name && info.device == "cpu") names.push_back(info.name);
   }
   return names;

@@ -10,23 +10,28 @@
 
 namespace fastweight::cli {
 
+// The first three are the delta-rule family.
+enum class Op { kDeltaRule, kGdn, kKda, kTttLinear };
 enum class Mode { kForward, kBackward, kStep };
 
-inline constexpr std::array kOps = {Gate::kNone, Gate::kPerHead, Gate::kPerChannel};
+inline constexpr std::array kOps = {Op::kDeltaRule, Op::kGdn, Op::kKda, Op::kTttLinear};
 inline constexpr std::array kModes = {Mode::kForward, Mode::kBackward, Mode::kStep};
 inline constexpr std::array kDTypes = {DType::kF32, DType::kBF16, DType::kF16};
 
-std::string op_name(Gate gate);       // delta_rule, gdn, kda
+std::string op_name(Op op);           // delta_rule, gdn, kda, ttt_linear
 std::string mode_name(Mode mode);     // fwd, bwd, step
 std::string dtype_name(DType dtype);  // fp32, bf16, fp16
 
 // From the values of --op, --mode and --dtype; long forms (gated_delta_rule, forward, backward) are understood. Throws
 // UsageError. Without values, all that exist.
-std::vector<Gate> parse_ops(const std::vector<std::string>& values);
+std::vector<Op> parse_ops(const std::vector<std::string>& values);
 std::vector<Mode> parse_modes(const std::vector<std::string>& values);
 std::vector<DType> parse_dtypes(const std::vector<std::string>& values);
 
-// The names of the CPU implementations of one mode, most special first.
-std::vector<std::string> implementations(Mode mode);
+// The gate of an operator of the delta-rule family.
+Gate gate_of(Op op);
+
+// The names of the CPU implementations of one operator and mode, most special first.
+std::vector<std::string> implementations(Op op, Mode mode);
 
 }  // namespace fastweight::cli

@@ -6,7 +6,8 @@
  *
  * Functions return FW_OK or a status; fw_last_error() then says what was wrong, and no output has been written, except
  * by FW_OUT_OF_MEMORY and FW_INTERNAL_ERROR, which leave the outputs undefined. What each argument means stands in
- * fastweight/delta_rule.h and fastweight/context.h. Any number of threads may call at the same time.
+ * fastweight/delta_rule.h, fastweight/ttt_linear.h and fastweight/context.h. Any number of threads may call at the same
+ * time.
  */
 #ifndef FASTWEIGHT_C_API_H_
 #define FASTWEIGHT_C_API_H_
@@ -122,6 +123,59 @@ typedef struct fw_delta_rule_step_args {
   fw_tensor o;             /* [B, T, HV, V] */
 } fw_delta_rule_step_args;
 
+typedef struct fw_ttt_linear_options {
+  size_t struct_size;
+  double scale; /* FW_UNSET: D^-0.5 */
+  double eps;
+  int32_t mini_batch;
+} fw_ttt_linear_options;
+
+typedef struct fw_ttt_linear_inputs {
+  size_t struct_size;
+  fw_tensor q;                  /* [B, T, H, D] */
+  fw_tensor k;                  /* [B, T, H, D] */
+  fw_tensor v;                  /* [B, T, H, D] */
+  fw_tensor w;                  /* [H, D] */
+  fw_tensor b;                  /* [H, D] */
+  fw_tensor eta;                /* [B, T, H] or [B, T, H, 1] */
+  fw_tensor initial_state;      /* [N, H, D, D]; absent: 0 */
+  fw_tensor initial_state_bias; /* [N, H, 1, D] or [N, H, D]; absent: 0 */
+  fw_tensor cu_seqlens;         /* [N + 1] */
+} fw_ttt_linear_inputs;
+
+typedef struct fw_ttt_linear_forward_args {
+  size_t struct_size;
+  const fw_ttt_linear_inputs* inputs;
+  const fw_ttt_linear_options* options;
+  fw_tensor o;                /* [B, T, H, D] */
+  fw_tensor final_state;      /* [N, H, D, D]; optional */
+  fw_tensor final_state_bias; /* [N, H, 1, D] or [N, H, D]; optional */
+} fw_ttt_linear_forward_args;
+
+typedef struct fw_ttt_linear_backward_args {
+  size_t struct_size;
+  const fw_ttt_linear_inputs* inputs;
+  const fw_ttt_linear_options* options;
+  fw_tensor d_o;                                                             /* [B, T, H, D]; absent: 0 */
+  fw_tensor d_final_state;                                                   /* [N, H, D, D]; absent: 0 */
+  fw_tensor d_final_state_bias;                                              /* [N, H, 1, D]; absent: 0 */
+  fw_tensor dq, dk, dv, dw, db, deta, d_initial_state, d_initial_state_bias; /* each optional */
+} fw_ttt_linear_backward_args;
+
+/* The state at the start of the open mini-batch, and the sums over its tokens: each read and written. */
+typedef struct fw_ttt_linear_step_args {
+  size_t struct_size;
+  const fw_ttt_linear_inputs* inputs; /* without initial_state and initial_state_bias */
+  const fw_ttt_linear_options* options;
+  fw_tensor state;         /* [slots, H, D, D] */
+  fw_tensor state_bias;    /* [slots, H, 1, D] or [slots, H, D] */
+  fw_tensor gradient;      /* [slots, H, D, D] */
+  fw_tensor gradient_bias; /* [slots, H, 1, D] or [slots, H, D] */
+  fw_tensor position;      /* [slots] FW_I32: the tokens in the open mini-batch */
+  fw_tensor state_indices; /* [N]: the slot of each sequence, -1: skip it; optional */
+  fw_tensor o;             /* [B, T, H, D] */
+} fw_ttt_linear_step_args;
+
 FW_API const char* fw_version(void);
 
 /* What the last failed call of this thread had to say; never null. Valid until the thread's next failed call. */
@@ -137,6 +191,11 @@ FW_API void fw_delta_rule_inputs_init(fw_delta_rule_inputs* inputs);
 FW_API void fw_delta_rule_forward_args_init(fw_delta_rule_forward_args* args);
 FW_API void fw_delta_rule_backward_args_init(fw_delta_rule_backward_args* args);
 FW_API void fw_delta_rule_step_args_init(fw_delta_rule_step_args* args);
+FW_API void fw_ttt_linear_options_init(fw_ttt_linear_options* options);
+FW_API void fw_ttt_linear_inputs_init(fw_ttt_linear_inputs* inputs);
+FW_API void fw_ttt_linear_forward_args_init(fw_ttt_linear_forward_args* args);
+FW_API void fw_ttt_linear_backward_args_init(fw_ttt_linear_backward_args* args);
+FW_API void fw_ttt_linear_step_args_init(fw_ttt_linear_step_args* args);
 
 /* `implementation` may be null; otherwise it receives the name of what ran, which lives as long as the program. */
 FW_API fw_status fw_delta_rule_forward(const fw_context* context, const fw_delta_rule_forward_args* args,
@@ -144,6 +203,12 @@ FW_API fw_status fw_delta_rule_forward(const fw_context* context, const fw_delta
 FW_API fw_status fw_delta_rule_backward(const fw_context* context, const fw_delta_rule_backward_args* args,
                                         const char** implementation);
 FW_API fw_status fw_delta_rule_step(const fw_context* context, const fw_delta_rule_step_args* args,
+                                    const char** implementation);
+FW_API fw_status fw_ttt_linear_forward(const fw_context* context, const fw_ttt_linear_forward_args* args,
+                                       const char** implementation);
+FW_API fw_status fw_ttt_linear_backward(const fw_context* context, const fw_ttt_linear_backward_args* args,
+                                        const char** implementation);
+FW_API fw_status fw_ttt_linear_step(const fw_context* context, const fw_ttt_linear_step_args* args,
                                     const char** implementation);
 
 /* NT, the chunks along axis 1 of chunk_states. `cu_seqlens` may be null: one length for all. */

@@ -41,6 +41,13 @@ Context to_context(const fw_context* pointer) {
   return context;
 }
 
+const char* name_in(const std::vector<ImplementationInfo>& list, const std::string& name) {
+  for (const ImplementationInfo& info : list) {
+    if (info.name == name) return info.name.c_str();
+  }
+  return "";
+}
+
 fw_status fail(fw_status status, const char* text) noexcept {
   std::snprintf(last_error, sizeof(last_error), "%s", text);
   return status;

@@ -3,9 +3,11 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "fastweight/c_api.h"
 #include "fastweight/context.h"
+#include "fastweight/info.h"
 #include "fastweight/tensor.h"
 #include "ops/check.h"
 
@@ -13,6 +15,9 @@ namespace fastweight::capi {
 
 TensorView to_view(const fw_tensor& tensor);
 Context to_context(const fw_context* context);
+
+// The name as one of the list's, which lives as long as the list.
+const char* name_in(const std::vector<ImplementationInfo>& list, const std::string& name);
 
 // The struct behind a pointer that came from C.
 template <class Struct>

@@ -87,10 +87,7 @@ DeltaRuleStep to_args(const fw_delta_rule_step_args* pointer) {
 // The same name with static lifetime.
 const char* permanent_name(const std::string& name) {
   static const std::vector<ImplementationInfo>& known = *new std::vector(delta_rule_implementations());
-  for (const ImplementationInfo& info : known) {
-    if (info.name == name) return info.name.c_str();
-  }
-  return "";
+  return name_in(known, name);
 }
 
 template <class Args, class CppArgs>

@@ -75,14 +75,14 @@ TEST_F(Tool, TellsItsVersionAndHelps) {
 TEST_F(Tool, InfoListsTheImplementations) {
   const Outcome text = run("info");
   EXPECT_EQ(text.exit_code, 0);
-  for (const char* part : {"SIMD target", "cuda: not built", "delta_rule", "gdn", "kda", "reference"}) {
+  for (const char* part : {"SIMD target", "cuda: not built", "delta_rule", "gdn", "kda", "ttt_linear", "reference"}) {
     EXPECT_TRUE(contains(text.output, part)) << part << " in\n" << text.output;
   }
   const Outcome json_text = run("info --json");
   EXPECT_EQ(json_text.exit_code, 0);
   const auto json = nlohmann::json::parse(json_text.output);
   EXPECT_EQ(json.at("devices"), nlohmann::json::array({"cpu"}));
-  for (const char* op : {"delta_rule", "gdn", "kda"}) {
+  for (const char* op : {"delta_rule", "gdn", "kda", "ttt_linear"}) {
     for (const char* mode : {"fwd", "bwd", "step"}) {
       EXPECT_EQ(json.at("implementations").at(op).at(mode).back(), "reference");
     }
@@ -123,6 +123,27 @@ TEST_F(Tool, BenchPacksSequencesAndSavesStates) {
   EXPECT_EQ(bench.exit_code, 0) << bench.output;
 }
 
+TEST_F(Tool, BenchMeasuresTttLinear) {
+  const fs::path json_path = folder_ / "out.json";
+  const Outcome bench = run(
+      "bench --threads 1 --min-time 0 --repeat 1 --op ttt_linear --impl reference --shape B=2,T=20,H=2,D=16 --json " +
+      json_path.string());
+  ASSERT_EQ(bench.exit_code, 0) << bench.output;
+  const auto records = nlohmann::json::parse(read_text(json_path));
+  EXPECT_EQ(records.size(), 3U);
+  for (const auto& record : records) {
+    EXPECT_EQ(record.at("op"), "ttt_linear");
+    EXPECT_EQ(record.at("K"), 16);
+    EXPECT_EQ(record.at("V"), 16);
+  }
+}
+
+TEST_F(Tool, BenchSkipsOperatorsThatAShapeDoesNotFit) {
+  const Outcome bench = run("bench --threads 1 --min-time 0 --repeat 1 --mode step --shape H=1,K=16,V=24");
+  EXPECT_EQ(bench.exit_code, 0) << bench.output;
+  EXPECT_TRUE(contains(bench.output, "skipped: ttt_linear needs K = V")) << bench.output;
+}
+
 TEST_F(Tool, BenchFailsWhenANamedImplementationCannotRun) {
   const Outcome bench = run(kSmallBench + std::string("--mode step --impl chunk"));
   EXPECT_EQ(bench.exit_code, 1) << bench.output;
@@ -134,6 +155,13 @@ TEST_F(Tool, CheckGoesOnWithoutGoldenCases) {
   EXPECT_EQ(check.exit_code, 0) << check.output;
   EXPECT_TRUE(contains(check.output, "skipped: golden cases")) << check.output;
   EXPECT_TRUE(contains(check.output, "0 failed")) << check.output;
+}
+
+TEST_F(Tool, CheckRunsTttLinear) {
+  const Outcome check = run("check --op ttt_linear");
+  EXPECT_EQ(check.exit_code, 0) << check.output;
+  EXPECT_TRUE(contains(check.output, "golden")) << check.output;
+  EXPECT_TRUE(contains(check.output, "0 failed, 0 skipped")) << check.output;
 }
 
 TEST_F(Tool, WrongCommandLinesNameTheirFlag) {
@@ -161,6 +189,8 @@ TEST_F(Tool, WrongCommandLinesNameTheirFlag) {
       {"bench --shape T=16,H=1,K=16,V=0", "--shape: V"},
       {"bench --shape T=16,H=1,K=16,V=16,W=3", "--shape"},
       {"bench --shape H=1,K=16,V=16", "--shape: T"},
+      {"bench --shape T=16,H=1,D=16,V=16", "--shape: D"},
+      {"bench --op ttt_linear --shape T=16,H=1,K=16,V=8", "--shape: ttt_linear"},
       {"bench --shape T=16,H=2,HV=3,K=16,V=16", "--shape: HV"},
       {"bench --json /nowhere/out.json", "--json"},
       {"bench --varlen 4 --shape B=2,T=16,H=1,K=16,V=16", "--varlen"},

@@ -77,5 +77,18 @@ TEST(Golden, LoadsEveryCaseOfTheFamily) {
   EXPECT_THROW(load_delta_rule_golden("/nonexistent"), std::runtime_error);
 }
 
+TEST(Golden, LoadsEveryCaseOfTttLinear) {
+  const std::vector<TttLinearGoldenCase> cases = load_ttt_linear_golden(FASTWEIGHT_GOLDEN_DIR);
+  ASSERT_EQ(cases.size(), 5u);
+  for (const TttLinearGoldenCase& golden : cases) {
+    const TttLinearSpec& spec = golden.problem.spec;
+    EXPECT_EQ(golden.problem.q.shape(), (std::vector<int64_t>{spec.B, spec.T, spec.H, spec.D})) << spec.name;
+    EXPECT_EQ(golden.problem.eta.shape(), (std::vector<int64_t>{spec.B, spec.T, spec.H, 1})) << spec.name;
+    EXPECT_EQ(golden.expected.named().size(), 11u) << spec.name;
+    EXPECT_EQ(golden.expected.o.dtype(), DType::kF64) << spec.name;
+  }
+  EXPECT_THROW(load_ttt_linear_golden("/nonexistent"), std::runtime_error);
+}
+
 }  // namespace
 }  // namespace fastweight::support

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "cpu/delta_rule/block-inl.h"
-#include "cpu/delta_rule/state-inl.h"
+#include "cpu/state-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fastweight::cpu::HWY_NAMESPACE {
@@ -258,7 +258,7 @@ class UnitKernel {
   }
 
   void load_values(int64_t token, int64_t n) {
-    load_rows(problem_->args.in.v, head_->batch, token, head_->value_head, n, column_, width_, v_, stride_);
+    load_rows(problem_->args.in.v, head_->batch, token, head_->value_head, n, column_, width_, v_, stride_, kBlock);
   }
 
   // scale * d_o
@@ -268,7 +268,7 @@ class UnitKernel {
       std::memset(d_o_, 0, static_cast<size_t>(kBlock * stride_) * sizeof(float));
       return;
     }
-    load_rows(d_o, head_->batch, token, head_->value_head, n, column_, width_, d_o_, stride_);
+    load_rows(d_o, head_->batch, token, head_->value_head, n, column_, width_, d_o_, stride_, kBlock);
     const Vec scale = broadcast(static_cast<float>(problem_->scale));
     for (int64_t i = 0; i < n * stride_; i += kLanes) store(hn::Mul(scale, load(d_o_ + i)), d_o_ + i);
   }

@@ -17,7 +17,7 @@
 #include "cpu/element.h"
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/matmul-inl.h"
-#include "cpu/simd/rows-inl.h"
+#include "cpu/token_rows-inl.h"
 #include "ops/delta_rule_problem.h"
 #include "ops/sequences.h"
 #include "ops/workspace.h"
@@ -50,12 +50,6 @@ struct Head {
 
   int64_t padded_k() const { return round_up(K, kRowMultiple); }
 };
-
-// Where element (batch, token, head) of a [B, T, heads, ..] tensor begins.
-HWY_INLINE char* row_of(const TensorView& x, int64_t batch, int64_t token, int64_t head) {
-  const int64_t offset = batch * x.strides[0] + token * x.strides[1] + head * x.strides[2];
-  return static_cast<char*>(x.data) + offset * dtype_size(x.dtype);
-}
 
 // The gate parameters of a head; `bias_buffer` holds max(padded_k, 16) floats.
 HWY_INLINE Head make_head(const DeltaRuleInputs& in, const DeltaRuleOptions& options, const DeltaRuleSizes& sizes,
@@ -147,35 +141,11 @@ HWY_INLINE void normalise_rows(float* x, int64_t ld, int64_t n, float* rstd) {
   }
 }
 
-// 16 rows of width `padded` from row t of a [B, T, heads, width] tensor, zero beyond n.
-HWY_INLINE void load_rows(const TensorView& x, int64_t batch, int64_t token, int64_t head, int64_t n, int64_t first,
-                          int64_t width, float* dst, int64_t padded) {
-  const char* src = row_of(x, batch, token, head) + first * x.strides[3] * dtype_size(x.dtype);
-  const int64_t step = x.strides[1] * dtype_size(x.dtype);
-  for (int64_t i = 0; i < n; ++i) load_row(src + i * step, x.dtype, x.strides[3], width, dst + i * padded, padded);
-  std::memset(dst + n * padded, 0, static_cast<size_t>((kBlock - n) * padded) * sizeof(float));
-}
-
-HWY_INLINE void store_rows(const float* src, int64_t ld, const TensorView& x, int64_t batch, int64_t token,
-                           int64_t head, int64_t n, int64_t first, int64_t width) {
-  char* dst = row_of(x, batch, token, head) + first * x.strides[3] * dtype_size(x.dtype);
-  const int64_t step = x.strides[1] * dtype_size(x.dtype);
-  for (int64_t i = 0; i < n; ++i) store_row(src + i * ld, dst + i * step, x.dtype, x.strides[3], width);
-}
-
-// Brings the rows of tokens [token, token + 16) within [begin, end) into the second-level cache. A head's rows lie H *
-// K elements apart, often one to a page, where hardware prefetchers give up: without this the loads of a block wait for
-// memory (a tenth of the forward at K = V = 128).
+// The rows of tokens [token, token + 16) that belong to the head's sequence.
 HWY_INLINE void prefetch_rows(const TensorView& x, const Head& head, int64_t x_head, int64_t token, int64_t first,
                               int64_t width) {
-  if (!x.present() || x.strides[3] != 1) return;
-  const int64_t size = dtype_size(x.dtype);
-  const int64_t from = std::max(token, head.begin);
-  const int64_t to = std::min(token + kBlock, head.begin + head.length);
-  for (int64_t t = from; t < to; ++t) {
-    const char* row = row_of(x, head.batch, t, x_head) + first * size;
-    for (int64_t byte = 0; byte < width * size; byte += 64) __builtin_prefetch(row + byte, 0, 2);
-  }
+  prefetch_tokens(x, head.batch, std::max(token, head.begin), std::min(token + kBlock, head.begin + head.length),
+                  x_head, first, width);
 }
 
 // What load_block will read at `token`.
@@ -209,7 +179,7 @@ HWY_INLINE void load_beta(const Head& head, int64_t token, int64_t n, float* bet
 HWY_INLINE bool load_beta_rows(const Head& head, int64_t token, int64_t n, int64_t first, int64_t width, float* beta,
                                int64_t padded) {
   if (head.in->beta.rank != 4) return false;
-  load_rows(head.in->beta, head.batch, token, head.value_head, n, first, width, beta, padded);
+  load_rows(head.in->beta, head.batch, token, head.value_head, n, first, width, beta, padded, kBlock);
   beta_activation(*head.options, beta, n * padded);
   return true;
 }
@@ -239,8 +209,8 @@ HWY_INLINE void load_decay(const Head& head, int64_t token, int64_t n, Block& bl
 HWY_INLINE void load_block(const Head& head, int64_t token, int64_t n, Block& block) {
   block.n = n;
   float* q = block.k + kBlock * block.ld;
-  load_rows(head.in->k, head.batch, token, head.key_head, n, 0, head.K, block.k, block.ld);
-  load_rows(head.in->q, head.batch, token, head.key_head, n, 0, head.K, q, block.ld);
+  load_rows(head.in->k, head.batch, token, head.key_head, n, 0, head.K, block.k, block.ld, kBlock);
+  load_rows(head.in->q, head.batch, token, head.key_head, n, 0, head.K, q, block.ld, kBlock);
   if (head.options->qk_l2norm) {
     normalise_rows(block.k, block.ld, n, block.rstd_k);
     normalise_rows(q, block.ld, n, block.rstd_q);

@@ -11,7 +11,7 @@
 
 #include "cpu/delta_rule/block-inl.h"
 #include "cpu/delta_rule/recurrent-inl.h"
-#include "cpu/delta_rule/state-inl.h"
+#include "cpu/state-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fastweight::cpu::HWY_NAMESPACE {
@@ -56,7 +56,8 @@ struct ItemColumns {
 HWY_INLINE void load_forward_block(const Head& head, const TensorView& o, int64_t token, int64_t n,
                                    const ItemColumns& columns, ForwardScratch& scratch) {
   load_block(head, token, n, scratch.block);
-  load_rows(head.in->v, head.batch, token, head.value_head, n, columns.first, columns.width, scratch.v, columns.stride);
+  load_rows(head.in->v, head.batch, token, head.value_head, n, columns.first, columns.width, scratch.v, columns.stride,
+            kBlock);
   prefetch_block(head, token + kBlock);
   prefetch_rows(head.in->v, head, head.value_head, token + kBlock, columns.first, columns.width);
   prefetch_rows(o, head, head.value_head, token, columns.first, columns.width);

@@ -27,7 +27,7 @@
 #include "cpu/delta_rule/backward-inl.h"
 #include "cpu/delta_rule/block-inl.h"
 #include "cpu/delta_rule/recurrent-inl.h"
-#include "cpu/delta_rule/state-inl.h"
+#include "cpu/state-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fastweight::cpu::HWY_NAMESPACE {

@@ -1,11 +1,12 @@
-// How a problem is cut into items for the parallel loop, and the measured crossover between the two forms.
+// How a problem of the family is cut into items for the parallel loop, and the measured crossover between the two
+// forms.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <vector>
 
+#include "cpu/work.h"
 #include "ops/sequences.h"
 
 namespace fastweight::cpu {
@@ -23,16 +24,6 @@ struct Item {
   int64_t first_panel, panels;
   int64_t cut;  // which of the head's blocks of columns this is
 };
-
-// Indices of the sequences, longest first.
-inline std::vector<int64_t> longest_first(const std::vector<Sequence>& sequences) {
-  std::vector<int64_t> order(sequences.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return sequences[static_cast<size_t>(a)].length > sequences[static_cast<size_t>(b)].length;
-  });
-  return order;
-}
 
 // Items for kernels whose value columns do not touch each other: any cut gives the same bits, so heads are cut into as
 // many blocks of columns as the threads need.
@@ -70,13 +61,6 @@ inline std::vector<Item> unit_items(const std::vector<Sequence>& sequences, int6
     }
   }
   return items;
-}
-
-// Threads that pay for themselves: one per `kGrain` multiply-adds, about ten microseconds of work.
-inline int useful_threads(int threads, int64_t items, int64_t multiply_adds) {
-  constexpr int64_t kGrain = 200'000;
-  const int64_t most = std::min(items, multiply_adds / kGrain + 1);
-  return static_cast<int>(std::min<int64_t>(threads, std::max<int64_t>(1, most)));
 }
 
 }  // namespace fastweight::cpu

@@ -34,8 +34,9 @@ struct Columns {};  // element (m, r) at a[m + r * stride]
 template <int64_t kStride>
 struct Rows {};  // element (m, r) at a[m * kStride + r]
 
-// What the product is added to: nothing, the matrix `c_in`, or diag(decay) c_in.
-enum class Start { kZero, kAdd, kDecay };
+// What becomes of the product: itself, c_in + product, diag(decay) c_in + product, or c_in - decay[0] * product. The
+// first three start the chain of multiply-adds; the last is done once the product is complete.
+enum class Start { kZero, kAdd, kDecay, kStep };
 
 // c_out = start + left right. The inner index runs over `segments` pieces of `depth` (a multiple of kDepthStep);
 // between pieces the left factor jumps by `a_segment` elements and the right factor goes on. Rows and columns: `rows` a
@@ -68,7 +69,7 @@ HWY_INLINE void product_tile(const Product& p, int64_t row, int64_t column) {
   for (int m = 0; m < kRows; ++m) {
     FW_UNROLL
     for (int n = 0; n < kVecs; ++n) {
-      if constexpr (kStart == Start::kZero) {
+      if constexpr (kStart == Start::kZero || kStart == Start::kStep) {
         acc[m][n] = zero();
       } else if constexpr (kStart == Start::kAdd) {
         acc[m][n] = load(c_in + m * p.c_stride + n * kLanes);
@@ -104,7 +105,13 @@ HWY_INLINE void product_tile(const Product& p, int64_t row, int64_t column) {
   FW_UNROLL
   for (int m = 0; m < kRows; ++m) {
     FW_UNROLL
-    for (int n = 0; n < kVecs; ++n) store(acc[m][n], c_out + m * p.c_stride + n * kLanes);
+    for (int n = 0; n < kVecs; ++n) {
+      Vec result = acc[m][n];
+      if constexpr (kStart == Start::kStep) {
+        result = fnma(broadcast(p.decay[0]), result, load(c_in + m * p.c_stride + n * kLanes));
+      }
+      store(result, c_out + m * p.c_stride + n * kLanes);
+    }
   }
 }
 

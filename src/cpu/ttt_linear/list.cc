@@ -22,12 +22,15 @@ bool always(const Problem&) {
 }
 
 constexpr Implementation<TttLinearForwardProblem> kForward[] = {
+    {"chunk", no_fp64, always, ttt::chunk_forward},
     {"reference", takes_all, always, ttt::reference_forward},
 };
 constexpr Implementation<TttLinearBackwardProblem> kBackward[] = {
+    {"chunk", no_fp64, always, ttt::chunk_backward},
     {"reference", takes_all, always, ttt::reference_backward},
 };
 constexpr Implementation<TttLinearStepProblem> kStep[] = {
+    {"chunk", no_fp64, always, ttt::chunk_step},
     {"reference", takes_all, always, ttt::reference_step},
 };
 

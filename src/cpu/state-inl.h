@@ -1,11 +1,11 @@
 // States between the caller's tensors and the kernels' panels. Re-included once per instruction set.
 //
 // A kernel holds `panels` panels of kPanel value columns each, [panels][ld][kPanel]; padding rows and columns are 0.
-#if defined(FW_CPU_DELTA_RULE_STATE_INL_H_) == defined(HWY_TARGET_TOGGLE)
-#ifdef FW_CPU_DELTA_RULE_STATE_INL_H_
-#undef FW_CPU_DELTA_RULE_STATE_INL_H_
+#if defined(FW_CPU_STATE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FW_CPU_STATE_INL_H_
+#undef FW_CPU_STATE_INL_H_
 #else
-#define FW_CPU_DELTA_RULE_STATE_INL_H_
+#define FW_CPU_STATE_INL_H_
 #endif
 
 #include <algorithm>
