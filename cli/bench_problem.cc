@@ -29,7 +29,7 @@ constexpr int64_t kDrawnTokens = 256;
 
 double view_bytes(const TensorView& view) {
   if (!view.present()) return 0;
-  double count = static_cast<double>(support::element_size(view.dtype));
+  double count = static_cast<double>(element_size(view.dtype));
   for (int axis = 0; axis < view.rank; ++axis) count *= static_cast<double>(view.shape[static_cast<size_t>(axis)]);
   return count;
 }
@@ -39,7 +39,8 @@ Tensor tile(const Tensor& block, size_t axis, std::vector<int64_t> shape) {
   if (!block.present()) return {};
   Tensor tiled(block.dtype(), std::move(shape));
   const int64_t block_rows = block.shape()[axis];
-  const size_t row_bytes = static_cast<size_t>(block.size() / block_rows) * support::element_size(block.dtype());
+  const size_t row_bytes =
+      static_cast<size_t>(block.size() / block_rows) * static_cast<size_t>(element_size(block.dtype()));
   const int64_t rows = tiled.size() / (block.size() / block_rows);
   for (int64_t row = 0; row < rows; row += block_rows) {
     const size_t count = static_cast<size_t>(std::min(block_rows, rows - row));

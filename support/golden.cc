@@ -34,7 +34,7 @@ Tensor read_tensor(const std::string& path, const json& entry, const char* data,
 
   // Checked before anything is allocated, and without overflow.
   const DType dtype = dtype_of(path, entry.at("dtype").get<std::string>());
-  size_t bytes = element_size(dtype);
+  size_t bytes = static_cast<size_t>(element_size(dtype));
   for (int64_t extent : shape) {
     if (extent < 0 || (extent > 0 && bytes > data_size / static_cast<size_t>(extent))) {
       fail(path, "a shape does not fit the file");

@@ -19,25 +19,10 @@ int64_t count_of(const std::vector<int64_t>& shape) {
 
 }  // namespace
 
-size_t element_size(DType dtype) {
-  switch (dtype) {
-    case DType::kBF16:
-    case DType::kF16:
-      return 2;
-    case DType::kF32:
-    case DType::kI32:
-      return 4;
-    case DType::kF64:
-    case DType::kI64:
-      return 8;
-  }
-  return 0;
-}
-
 Tensor::Tensor(DType dtype, std::vector<int64_t> shape)
     : dtype_(dtype),
       shape_(std::move(shape)),
-      bytes_(static_cast<size_t>(count_of(shape_)) * element_size(dtype), std::byte{0}) {
+      bytes_(static_cast<size_t>(count_of(shape_)) * static_cast<size_t>(element_size(dtype)), std::byte{0}) {
   if (shape_.empty() || shape_.size() > static_cast<size_t>(kMaxRank)) {
     throw std::invalid_argument("Tensor: expected 1 to 5 axes, got " + std::to_string(shape_.size()));
   }
@@ -109,7 +94,7 @@ Difference compare(const Tensor& result, const Tensor& expected) {
 
 bool same_bits(const Tensor& a, const Tensor& b) {
   if (a.dtype() != b.dtype() || a.shape() != b.shape()) return false;
-  const size_t bytes = static_cast<size_t>(a.size()) * element_size(a.dtype());
+  const size_t bytes = static_cast<size_t>(a.size() * element_size(a.dtype()));
   return bytes == 0 || std::memcmp(a.data(), b.data(), bytes) == 0;
 }
 

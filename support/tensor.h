@@ -11,8 +11,6 @@
 
 namespace fastweight::support {
 
-size_t element_size(DType dtype);
-
 // Storage that starts on a cache line.
 template <class T>
 struct AlignedAllocator {

@@ -174,7 +174,7 @@ inline Tensor slice(const Tensor& x, size_t axis, int64_t begin, int64_t end) {
   const int64_t extent = shape[axis];
   shape[axis] = end - begin;
   Tensor result(x.dtype(), shape);
-  const size_t width = support::element_size(x.dtype()) * static_cast<size_t>(inner);
+  const size_t width = static_cast<size_t>(element_size(x.dtype()) * inner);
   const size_t bytes = width * static_cast<size_t>(end - begin);
   for (int64_t i = 0; i < outer && bytes > 0; ++i) {
     std::memcpy(static_cast<std::byte*>(result.data()) + static_cast<size_t>(i) * bytes,
@@ -220,7 +220,7 @@ class StridedTensor {
     }
     buffer_ = Tensor(x.dtype(), {stride + 2 * kGuard});
     std::memset(buffer_.data(), kSentinel, buffer_bytes());
-    view_.data = static_cast<std::byte*>(buffer_.data()) + kGuard * support::element_size(x.dtype());
+    view_.data = static_cast<std::byte*>(buffer_.data()) + kGuard * element_size(x.dtype());
     shape_ = x.shape();
     for_each_element([&](int64_t flat, int64_t position) { buffer_.set(position, x[flat]); });
   }
@@ -237,7 +237,7 @@ class StridedTensor {
   // Nothing but the view's elements was written.
   bool guards_intact() const {
     if (shape_.empty()) return true;
-    const size_t size = support::element_size(buffer_.dtype());
+    const size_t size = static_cast<size_t>(element_size(buffer_.dtype()));
     std::vector<std::byte> bytes(buffer_bytes());
     std::memcpy(bytes.data(), buffer_.data(), bytes.size());
     for_each_element([&](int64_t, int64_t position) {
@@ -253,7 +253,7 @@ class StridedTensor {
   static constexpr int64_t kGuard = 64;  // elements
   static constexpr int kSentinel = 0x5a;
 
-  size_t buffer_bytes() const { return static_cast<size_t>(buffer_.size()) * support::element_size(buffer_.dtype()); }
+  size_t buffer_bytes() const { return static_cast<size_t>(buffer_.size() * element_size(buffer_.dtype())); }
 
   template <class Visit>
   void for_each_element(const Visit& visit) const {

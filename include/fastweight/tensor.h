@@ -2,12 +2,29 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 
 namespace fastweight {
 
 enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kF64 = 3, kI32 = 4, kI64 = 5 };
+
+// Bytes of one element.
+constexpr int64_t element_size(DType dtype) {
+  switch (dtype) {
+    case DType::kBF16:
+    case DType::kF16:
+      return 2;
+    case DType::kF32:
+    case DType::kI32:
+      return 4;
+    case DType::kF64:
+    case DType::kI64:
+      return 8;
+  }
+  return 1;  // not a type; every operator rejects it
+}
 
 enum class DeviceType : int32_t { kCpu = 0, kCuda = 1 };
 

@@ -8,19 +8,6 @@
 
 namespace fastweight::cpu {
 
-constexpr int64_t dtype_size(DType dtype) {
-  switch (dtype) {
-    case DType::kBF16:
-    case DType::kF16:
-      return 2;
-    case DType::kF32:
-    case DType::kI32:
-      return 4;
-    default:
-      return 8;
-  }
-}
-
 // Where the element with this row-major index lies, in elements from the start.
 inline int64_t element_offset(const TensorView& x, int64_t index) {
   int64_t offset = 0;

@@ -29,7 +29,7 @@ struct StateRef {
 HWY_INLINE StateRef state_at(const TensorView& x, bool v_first, int64_t K, int64_t V, int64_t offset) {
   const auto rank = static_cast<size_t>(x.rank);
   const int64_t outer = x.strides[rank - 2], inner = x.strides[rank - 1];
-  return {static_cast<char*>(x.data) + offset * dtype_size(x.dtype),
+  return {static_cast<char*>(x.data) + offset * element_size(x.dtype),
           x.dtype,
           v_first ? inner : outer,
           v_first ? outer : inner,
@@ -54,14 +54,14 @@ HWY_INLINE void load_state(const StateRef& state, int64_t first, int64_t panels,
   for (int64_t p = 0; p < panels; ++p, S += ld * kPanel) {
     const int64_t column = (first + p) * kPanel;
     const int64_t width = std::min(kPanel, state.V - column);
-    const char* src = state.data + column * state.v_stride * dtype_size(state.dtype);
+    const char* src = state.data + column * state.v_stride * element_size(state.dtype);
     if (transposable(state, width)) {
       if (width < kPanel) std::memset(S, 0, static_cast<size_t>(ld * kPanel) * sizeof(float));
       transpose(reinterpret_cast<const float*>(src), state.v_stride, width, state.K, S, kPanel);
     } else {
       for (int64_t d = 0; d < state.K; ++d) {
-        load_row(src + d * state.k_stride * dtype_size(state.dtype), state.dtype, state.v_stride, width, S + d * kPanel,
-                 kPanel);
+        load_row(src + d * state.k_stride * element_size(state.dtype), state.dtype, state.v_stride, width,
+                 S + d * kPanel, kPanel);
       }
     }
     std::memset(S + state.K * kPanel, 0, static_cast<size_t>((ld - state.K) * kPanel) * sizeof(float));
@@ -72,13 +72,14 @@ HWY_INLINE void store_state(const float* S, const StateRef& state, int64_t first
   for (int64_t p = 0; p < panels; ++p, S += ld * kPanel) {
     const int64_t column = (first + p) * kPanel;
     const int64_t width = std::min(kPanel, state.V - column);
-    char* dst = state.data + column * state.v_stride * dtype_size(state.dtype);
+    char* dst = state.data + column * state.v_stride * element_size(state.dtype);
     if (transposable(state, width)) {
       transpose(S, kPanel, state.K, width, reinterpret_cast<float*>(dst), state.v_stride);
       continue;
     }
     for (int64_t d = 0; d < state.K; ++d) {
-      store_row(S + d * kPanel, dst + d * state.k_stride * dtype_size(state.dtype), state.dtype, state.v_stride, width);
+      store_row(S + d * kPanel, dst + d * state.k_stride * element_size(state.dtype), state.dtype, state.v_stride,
+                width);
     }
   }
 }

@@ -17,22 +17,22 @@ namespace fastweight::cpu::HWY_NAMESPACE {
 // Where element (batch, token, head) of a [B, T, heads, ..] tensor begins.
 HWY_INLINE char* row_of(const TensorView& x, int64_t batch, int64_t token, int64_t head) {
   const int64_t offset = batch * x.strides[0] + token * x.strides[1] + head * x.strides[2];
-  return static_cast<char*>(x.data) + offset * dtype_size(x.dtype);
+  return static_cast<char*>(x.data) + offset * element_size(x.dtype);
 }
 
 // `rows` rows of length `padded`: columns [first, first + width) of tokens [token, token + n), zero beyond.
 HWY_INLINE void load_rows(const TensorView& x, int64_t batch, int64_t token, int64_t head, int64_t n, int64_t first,
                           int64_t width, float* dst, int64_t padded, int64_t rows) {
-  const char* src = row_of(x, batch, token, head) + first * x.strides[3] * dtype_size(x.dtype);
-  const int64_t step = x.strides[1] * dtype_size(x.dtype);
+  const char* src = row_of(x, batch, token, head) + first * x.strides[3] * element_size(x.dtype);
+  const int64_t step = x.strides[1] * element_size(x.dtype);
   for (int64_t i = 0; i < n; ++i) load_row(src + i * step, x.dtype, x.strides[3], width, dst + i * padded, padded);
   std::memset(dst + n * padded, 0, static_cast<size_t>((rows - n) * padded) * sizeof(float));
 }
 
 HWY_INLINE void store_rows(const float* src, int64_t ld, const TensorView& x, int64_t batch, int64_t token,
                            int64_t head, int64_t n, int64_t first, int64_t width) {
-  char* dst = row_of(x, batch, token, head) + first * x.strides[3] * dtype_size(x.dtype);
-  const int64_t step = x.strides[1] * dtype_size(x.dtype);
+  char* dst = row_of(x, batch, token, head) + first * x.strides[3] * element_size(x.dtype);
+  const int64_t step = x.strides[1] * element_size(x.dtype);
   for (int64_t i = 0; i < n; ++i) store_row(src + i * ld, dst + i * step, x.dtype, x.strides[3], width);
 }
 
@@ -42,7 +42,7 @@ HWY_INLINE void store_rows(const float* src, int64_t ld, const TensorView& x, in
 HWY_INLINE void prefetch_tokens(const TensorView& x, int64_t batch, int64_t from, int64_t to, int64_t head,
                                 int64_t first, int64_t width) {
   if (!x.present() || x.strides[3] != 1) return;
-  const int64_t size = dtype_size(x.dtype);
+  const int64_t size = element_size(x.dtype);
   for (int64_t t = from; t < to; ++t) {
     const char* row = row_of(x, batch, t, head) + first * size;
     for (int64_t byte = 0; byte < width * size; byte += 64) __builtin_prefetch(row + byte, 0, 2);

@@ -95,21 +95,6 @@ std::string text(double number) {
 std::string shape_text(const TensorView& view) { return list_text(view.shape, view.rank); }
 std::string strides_text(const TensorView& view) { return list_text(view.strides, view.rank); }
 
-int64_t element_size(DType dtype) {
-  switch (dtype) {
-    case DType::kBF16:
-    case DType::kF16:
-      return 2;
-    case DType::kF32:
-    case DType::kI32:
-      return 4;
-    case DType::kF64:
-    case DType::kI64:
-      return 8;
-  }
-  return 1;
-}
-
 bool is_floating(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16 || dtype == DType::kF64;
 }
@@ -343,6 +328,12 @@ void memory(std::span<const Argument> arguments) {
       invalid(output.name, std::string("memory apart from ") + other.name, "an overlap");
     }
   }
+}
+
+bool any_fp64(std::span<const Argument> arguments) {
+  return std::any_of(arguments.begin(), arguments.end(), [](const Argument& argument) {
+    return argument.view->present() && argument.view->dtype == DType::kF64;
+  });
 }
 
 }  // namespace fastweight::check

@@ -28,7 +28,7 @@ std::string text(double number);
 std::string shape_text(const TensorView& view);
 std::string strides_text(const TensorView& view);
 
-int64_t element_size(DType dtype);
+using fastweight::element_size;
 bool is_floating(DType dtype);
 bool is_empty(const TensorView& view);  // no elements
 bool is_dense(const TensorView& view);  // row-major without gaps
@@ -80,5 +80,7 @@ struct Argument {
   bool written;
 };
 void memory(std::span<const Argument> arguments);
+
+bool any_fp64(std::span<const Argument> arguments);
 
 }  // namespace fastweight::check

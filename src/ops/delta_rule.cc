@@ -386,6 +386,7 @@ DeltaRuleProblem<Args> make_problem(const Context& context, const Args& args) {
   check_rest(args, problem.sizes);
   check::memory(arguments);
 
+  problem.has_fp64 = check::any_fp64(arguments);
   problem.args = args;
   problem.scale = args.options.scale;
   if (problem.scale == DeltaRuleOptions::kUnset) {

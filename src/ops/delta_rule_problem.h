@@ -19,12 +19,14 @@ struct DeltaRuleSizes {
   int64_t num_chunks = 0;       // NT; on CUDA with cu_seqlens an upper bound
 };
 
-// Args is DeltaRuleForward, DeltaRuleBackward or DeltaRuleStep. Validated: kernels trust it. The scale is resolved.
+// Args is DeltaRuleForward, DeltaRuleBackward or DeltaRuleStep. Validated: kernels trust it. The scale is resolved;
+// A_log and its gradient are [HV], dt_bias and its gradient [HV], or [HV, K] per channel.
 template <class Args>
 struct DeltaRuleProblem {
   DeltaRuleSizes sizes;
   Args args;
   double scale = 1;
+  bool has_fp64 = false;  // any tensor, input or output
 };
 
 using DeltaRuleForwardProblem = DeltaRuleProblem<DeltaRuleForward>;

@@ -1,8 +1,5 @@
-// First: the tensor header uses size_t.
-#include <cstddef>
-// The table.
-#include "ops/check.h"
 #include "ops/sequences.h"
+#include "ops/check.h"
 
 namespace fastweight {
 

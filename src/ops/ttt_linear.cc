@@ -310,9 +310,7 @@ TttLinearProblem<Args> make_problem(const Context& context, const Args& args) {
   check_rest(args, problem.sizes);
   check::memory(arguments);
 
-  problem.has_fp64 = std::any_of(arguments.begin(), arguments.end(), [](const Argument& argument) {
-    return argument.view->present() && argument.view->dtype == DType::kF64;
-  });
+  problem.has_fp64 = check::any_fp64(arguments);
   problem.args = args;
   unify(problem.args);
   problem.scale = args.options.scale;

@@ -1,6 +1,3 @@
-// First: the tensor header uses size_t.
-#include <cstddef>
-// The table.
 #include <gtest/gtest.h>
 
 #include <cstdint>

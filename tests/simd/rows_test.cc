@@ -62,7 +62,7 @@ int64_t padded(int64_t n) {
 
 // Bytes of a row of n elements and nothing more.
 size_t row_bytes(DType dtype, int64_t stride, int64_t n) {
-  return static_cast<size_t>((n - 1) * stride + 1) * support::element_size(dtype);
+  return static_cast<size_t>(((n - 1) * stride + 1) * element_size(dtype));
 }
 
 // Equal, signs of zeros and of NaNs included.
@@ -158,7 +158,7 @@ TEST_P(Rows, LoadsOfEveryValue) {
 // Stores n elements of src and compares all of memory around them.
 void check_store(const Floats& src, DType dtype, int64_t stride, int64_t n) {
   SCOPED_TRACE(std::string(test::name_of(dtype)) + " n " + std::to_string(n) + " stride " + std::to_string(stride));
-  const size_t size = support::element_size(dtype), guard = 64 * size;
+  const size_t size = static_cast<size_t>(element_size(dtype)), guard = 64 * size;
   Bytes expected(row_bytes(dtype, stride, n) + 2 * guard, kSentinel);
   Bytes actual = expected;
   HWY_DYNAMIC_DISPATCH(store_row)(src.data(), actual.data() + guard, dtype, stride, n);

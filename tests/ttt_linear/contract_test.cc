@@ -1,7 +1,8 @@
 // Where the bits of a result may not change: from run to run, with the thread count, with the company in a batch, when
-// a sequence is cut at a mini-batch boundary and its state carried over, and when a step takes its tokens one by one.
+// a sequence is cut at a mini-batch boundary and its state carried over, to a forward or to steps, and when a step
+// takes its tokens one by one.
 //
-// Sums over sequences (dw, db) belong to a whole call, so the last three say nothing about them. The reference keeps
+// Sums over sequences (dw, db) belong to a whole call, so the latter say nothing about them. The reference keeps
 // its state in double: it carries it exactly in a problem in double.
 #include <gtest/gtest.h>
 
@@ -209,10 +210,34 @@ TEST(Contract, SameBitsTokenByToken) {
   }
 }
 
+// A prefill by the forward and steps after it end in the state of one forward, where a mini-batch ends.
+TEST(Contract, SameBitsAfterPrefillAndSteps) {
+  for (TttLinearSpec spec : specs(192)) {
+    for (int32_t mini_batch : {16, 32, 64}) {
+      spec.options.mini_batch = mini_batch;
+      const TttLinearCase given = draw(spec, 85);
+      for (const std::string& name : choices("step")) {
+        const TttLinearCase problem = exact_for(name, given);
+        const auto whole =
+            unless_declined("forward", name, [&] { return support::forward(problem, context_for(name)); });
+        if (!whole) continue;
+        for (int64_t at : {0, 64, 128}) {
+          const TttLinearResults head = support::forward(slice_tokens(problem, 0, at), context_for(name));
+          const TttLinearCase tail = tail_after(problem, at, head);
+          const TttLinearResults steps = support::step(tail, context_for(name));
+          EXPECT_TRUE(support::same_bits(steps.final_state, whole->final_state) &&
+                      support::same_bits(steps.final_state_bias, whole->final_state_bias))
+              << steps.implementation << " " << describe(spec) << ", prefill of " << at;
+        }
+      }
+    }
+  }
+}
+
 // The reference's step does what its forward does, bit for bit.
 TEST(Contract, ReferenceStepIsItsForward) {
   for (const TttLinearSpec& spec : specs(48)) {
-    const TttLinearCase problem = support::in_double(draw(spec, 85));
+    const TttLinearCase problem = support::in_double(draw(spec, 86));
     const TttLinearResults whole = support::forward(problem, reference_context());
     TttLinearResults steps = support::step(problem, reference_context());
     steps.gradient = steps.gradient_bias = steps.position = {};

@@ -9,28 +9,13 @@
 namespace fastweight::cpu {
 namespace {
 
-template <class... Views>
-bool any_fp64(const Views&... views) {
-  return ((views.present() && views.dtype == DType::kF64) || ...);
-}
-
-bool inputs_fp64(const DeltaRuleInputs& in) {
-  return any_fp64(in.q, in.k, in.v, in.g, in.beta, in.a_log, in.dt_bias, in.initial_state);
-}
-bool has_fp64(const DeltaRuleForward& x) { return inputs_fp64(x.in) || any_fp64(x.o, x.final_state, x.chunk_states); }
-bool has_fp64(const DeltaRuleBackward& x) {
-  return inputs_fp64(x.in) || any_fp64(x.d_o, x.d_final_state, x.chunk_states, x.dq, x.dk, x.dv, x.dg, x.dbeta,
-                                       x.da_log, x.ddt_bias, x.d_initial_state);
-}
-bool has_fp64(const DeltaRuleStep& x) { return inputs_fp64(x.in) || any_fp64(x.state, x.o); }
-
 template <class Problem>
 std::string takes_all(const Problem&) {
   return {};
 }
 template <class Problem>
 std::string no_fp64(const Problem& problem) {
-  return has_fp64(problem.args) ? "computes in fp32; fp64 tensors run on the reference" : "";
+  return problem.has_fp64 ? "computes in fp32; fp64 tensors run on the reference" : "";
 }
 template <class Problem>
 std::string no_beta_per_value(const Problem& problem) {
@@ -44,6 +29,7 @@ bool always(const Problem&) {
 }
 
 bool has_long_sequence(const DeltaRuleForwardProblem& problem) {
+  if (!problem.args.in.cu_seqlens.present()) return problem.sizes.tokens >= kCrossoverTokens;
   for (const Sequence& s : sequence_table(problem.sizes.batch, problem.sizes.tokens, problem.args.in.cu_seqlens,
                                           problem.args.options.chunk_size)) {
     if (s.length >= kCrossoverTokens) return true;

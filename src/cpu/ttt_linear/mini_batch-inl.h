@@ -60,7 +60,7 @@ struct Head {
     for (int64_t d = 0; d < ld; ++d) mask[d] = d < D ? 1.0f : 0.0f;
   }
   void load_parameter(const TensorView& x, float* row) const {
-    load_row(static_cast<const char*>(x.data) + head * x.strides[0] * dtype_size(x.dtype), x.dtype, x.strides[1], D,
+    load_row(static_cast<const char*>(x.data) + head * x.strides[0] * element_size(x.dtype), x.dtype, x.strides[1], D,
              row, ld);
   }
   void prefetch(int64_t token) const {
@@ -71,7 +71,7 @@ struct Head {
 
 // Row [n, head] of a state bias.
 HWY_INLINE char* bias_row(const TensorView& x, int64_t n, int64_t head) {
-  return static_cast<char*>(x.data) + (n * x.strides[0] + head * x.strides[1]) * dtype_size(x.dtype);
+  return static_cast<char*>(x.data) + (n * x.strides[0] + head * x.strides[1]) * element_size(x.dtype);
 }
 HWY_INLINE void load_bias(const TensorView& x, int64_t n, const Head& head, float* c) {
   if (x.present()) {
