@@ -22,7 +22,7 @@ struct Context {
   void* stream = nullptr;  // CUDA: the cudaStream_t to run on
   int num_threads = 0;     // CPU: 0 takes every core of the process
   WorkspaceSource workspace{};
-  std::string implementation;                           // run this one or fail; empty: choose
+  std::string implementation{};                         // run this one or fail; empty: choose
   bool verbose = false;                                 // one line per call: what ran, why others did not
   void (*log)(void* user, const char* line) = nullptr;  // receives the verbose lines; null: stderr
   void* log_user = nullptr;

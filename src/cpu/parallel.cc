@@ -23,7 +23,7 @@ using Body = std::function<void(int64_t item, int thread)>;
 constexpr int kMaxWorkers = 1023;
 
 // How long a thread looks for work, or for the last item of its loop, before it sleeps. A sleeper needs 50 to 80 us to
-// wake up on a virtual machine: a chain of short loops keeps its workers awake, an idle process does not burn its cores.
+// wake up on a virtual machine: a chain of short loops keeps its workers awake, an idle process leaves its cores alone.
 constexpr std::chrono::microseconds kSpin{50};
 
 int available_cores() {

@@ -90,9 +90,9 @@ double worst_ulps(Function function, double low, double high, const Exact& exact
 TEST_P(Math, Exp) {
   const Function function = HWY_DYNAMIC_DISPATCH(exp_of);
   const auto exact = [](double x) { return std::exp(x); };
-  EXPECT_LE(worst_ulps(function, -110, 90, exact), 0);
-  EXPECT_LE(worst_ulps(function, -87, 88.7, exact), 0);
-  EXPECT_LE(worst_ulps(function, -1, 1, exact), 0);
+  EXPECT_LE(worst_ulps(function, -110, 90, exact), 1.5);
+  EXPECT_LE(worst_ulps(function, -87, 88.7, exact), 1.5);
+  EXPECT_LE(worst_ulps(function, -1, 1, exact), 1.5);
 
   EXPECT_EQ(value_of(function, 0.0f), 1.0f);
   EXPECT_EQ(value_of(function, -0.0f), 1.0f);
@@ -106,9 +106,9 @@ TEST_P(Math, Exp) {
 TEST_P(Math, Sigmoid) {
   const Function function = HWY_DYNAMIC_DISPATCH(sigmoid_of);
   const auto exact = [](double x) { return 1 / (1 + std::exp(-x)); };
-  EXPECT_LE(worst_ulps(function, -110, 110, exact, 0x1p-126), 0);
-  EXPECT_LE(worst_ulps(function, -20, 20, exact), 0);
-  EXPECT_LE(worst_ulps(function, -1, 1, exact), 0);
+  EXPECT_LE(worst_ulps(function, -110, 110, exact, 0x1p-126), 3);
+  EXPECT_LE(worst_ulps(function, -20, 20, exact), 3);
+  EXPECT_LE(worst_ulps(function, -1, 1, exact), 3);
 
   EXPECT_EQ(value_of(function, 0.0f), 0.5f);
   for (float x : {-1000.0f, -kLargest, -kInfinity}) EXPECT_EQ(value_of(function, x), 0.0f) << x;
@@ -119,9 +119,9 @@ TEST_P(Math, Sigmoid) {
 TEST_P(Math, Softplus) {
   const Function function = HWY_DYNAMIC_DISPATCH(softplus_of);
   const auto exact = [](double x) { return std::max(x, 0.0) + std::log1p(std::exp(-std::fabs(x))); };
-  EXPECT_LE(worst_ulps(function, -110, 110, exact), 0);
-  EXPECT_LE(worst_ulps(function, -20, 21, exact), 0);
-  EXPECT_LE(worst_ulps(function, -1, 1, exact), 0);
+  EXPECT_LE(worst_ulps(function, -110, 110, exact), 3);
+  EXPECT_LE(worst_ulps(function, -20, 21, exact), 3);
+  EXPECT_LE(worst_ulps(function, -1, 1, exact), 3);
 
   for (float x : {-1000.0f, -kLargest, -kInfinity}) EXPECT_EQ(value_of(function, x), 0.0f) << x;
   for (float x : {30.0f, 1000.0f, kLargest, kInfinity}) EXPECT_EQ(value_of(function, x), x);

@@ -8,7 +8,6 @@
 #include <limits>
 #include <sstream>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "cpu/simd/targets.h"
@@ -29,13 +28,6 @@ namespace {
 
 using Floats = std::vector<float>;
 
-Floats normals(int64_t count, uint64_t stream) {
-  support::Random random(1, stream);
-  Floats x(static_cast<size_t>(count));
-  for (float& value : x) value = static_cast<float>(random.normal());
-  return x;
-}
-
 bool same_bits(const Floats& a, const Floats& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
@@ -45,51 +37,43 @@ struct Shape {
   int64_t decay_stride = 1;
 };
 
-// Where element (m, r) of a segment of the left factor lies.
-template <class Left>
-int64_t left_index(const Product& p, int64_t m, int64_t r) {
-  if constexpr (std::is_same_v<Left, Columns>) {
-    return m + r * p.a_stride;
-  } else {
-    return m * kRowStride<Left> + r;
-  }
-}
-
-// Whether a segment fits between two rows.
-template <class Left>
-bool fits(int64_t depth) {
-  return std::is_same_v<Left, Columns> || depth <= kRowStride<Left>;
+std::string describe(const Shape& shape) {
+  std::ostringstream out;
+  out << "rows " << shape.rows << " columns " << shape.columns << " depth " << shape.depth << " segments "
+      << shape.segments << " decay_stride " << shape.decay_stride;
+  return out.str();
 }
 
 // A product with gaps between the rows of every matrix and between segments. The gaps hold NaN, and so does what a
 // product that starts from zero may not read.
-template <class Left, Start kStart>
 class Matrices {
  public:
-  explicit Matrices(const Shape& shape) {
-    const auto& [rows, columns, depth, segments, decay_stride] = shape;
-    p_ = {.rows = rows, .columns = columns, .depth = depth, .segments = segments};
-    p_.a_stride = rows + 3;
-    p_.a_segment = (std::is_same_v<Left, Columns> ? depth * p_.a_stride : rows * kRowStride<Left>)+5;
-    p_.b_stride = columns + 3;
-    p_.c_stride = columns + 7;
-    p_.decay_stride = decay_stride;
+  // `row_stride` of the left factor's rows; 0: its columns lie in memory.
+  Matrices(const Shape& shape, int64_t row_stride, Start start)
+      : row_stride_(row_stride),
+        start_(start),
+        p_{.rows = shape.rows, .columns = shape.columns, .depth = shape.depth, .segments = shape.segments} {
+    p_.a_stride = p_.rows + 3;
+    p_.a_segment = (row_stride == 0 ? p_.depth * p_.a_stride : p_.rows * row_stride) + 5;
+    p_.b_stride = p_.columns + 3;
+    p_.c_stride = p_.columns + 7;
+    p_.decay_stride = shape.decay_stride;
 
-    const Floats drawn = normals(segments * rows * depth, 1);
-    a_.resize(static_cast<size_t>(segments * p_.a_segment), kNan);
-    for (int64_t s = 0; s < segments; ++s) {
-      for (int64_t m = 0; m < rows; ++m) {
-        for (int64_t r = 0; r < depth; ++r) {
-          a_[static_cast<size_t>(s * p_.a_segment + left_index<Left>(p_, m, r))] =
-              drawn[static_cast<size_t>((s * rows + m) * depth + r)];
+    support::Random random(1, 1);
+    a_.assign(p_.segments * p_.a_segment, kNan);
+    for (int64_t s = 0; s < p_.segments; ++s) {
+      for (int64_t m = 0; m < p_.rows; ++m) {
+        for (int64_t r = 0; r < p_.depth; ++r) {
+          a_[s * p_.a_segment + left_index(m, r)] = static_cast<float>(random.normal());
         }
       }
     }
-    b_ = spread(segments * depth, columns, p_.b_stride, 2);
-    c_in_ = spread(rows, columns, p_.c_stride, 3);
-    if (kStart == Start::kZero) c_in_.assign(c_in_.size(), kNan);
-    c_out_.resize(c_in_.size(), kNan);
-    decay_ = normals(decay_stride * (rows - 1) + 1, 4);
+    b_ = rows_with_gaps(p_.segments * p_.depth, p_.b_stride, random);
+    c_in_ = rows_with_gaps(p_.rows, p_.c_stride, random);
+    if (start == Start::kZero) c_in_.assign(c_in_.size(), kNan);
+    c_out_.assign(c_in_.size(), kNan);
+    decay_.resize(p_.decay_stride * (p_.rows - 1) + 1);
+    for (float& value : decay_) value = static_cast<float>(random.normal());
     p_.a = a_.data();
     p_.b = b_.data();
     p_.c_in = c_in_.data();
@@ -106,7 +90,7 @@ class Matrices {
     Product p = p_;
     p.rows = rows;
     p.columns = columns;
-    p.a += left_index<Left>(p_, row, 0);
+    p.a += left_index(row, 0);
     p.b += column;
     p.c_in += row * p.c_stride + column;
     p.c_out += row * p.c_stride + column;
@@ -115,42 +99,41 @@ class Matrices {
   }
 
   const Floats& c_in() const { return c_in_; }
+
+  // The result, gaps included; afterwards it is NaN again.
   Floats take_result() {
     Floats result(c_out_.size(), kNan);
-    std::memcpy(result.data(), c_out_.data(), result.size() * sizeof(float));
-    std::fill(c_out_.begin(), c_out_.end(), kNan);
+    result.swap(c_out_);
+    p_.c_out = c_out_.data();
     return result;
   }
 
-  // Elements of the result outside their rounding error, and gaps that were written.
+  // Elements of a result outside their rounding error, and gaps that were written.
   int64_t wrong_elements(const Floats& result) const {
-    const double roundings = static_cast<double>(p_.depth * p_.segments + 1);
+    const double allowed = static_cast<double>(p_.depth * p_.segments + 1) * 0x1p-23;
     int64_t wrong = 0;
+    std::vector<double> sum(p_.columns), size(p_.columns);
     for (int64_t m = 0; m < p_.rows; ++m) {
-      std::vector<double> sum(static_cast<size_t>(p_.columns)), size(static_cast<size_t>(p_.columns));
-      for (int64_t n = 0; n < p_.columns && kStart != Start::kZero; ++n) {
-        const double start = c_in_[static_cast<size_t>(m * p_.c_stride + n)];
-        sum[static_cast<size_t>(n)] = kStart == Start::kDecay ? start * p_.decay[m * p_.decay_stride] : start;
-        size[static_cast<size_t>(n)] = std::fabs(sum[static_cast<size_t>(n)]);
+      for (int64_t n = 0; n < p_.columns; ++n) {
+        const double addend = c_in_[m * p_.c_stride + n];
+        const double decay = p_.decay[m * p_.decay_stride];
+        sum[n] = start_ == Start::kZero ? 0 : start_ == Start::kAdd ? addend : decay * addend;
+        size[n] = std::fabs(sum[n]);
       }
       for (int64_t s = 0; s < p_.segments; ++s) {
         for (int64_t r = 0; r < p_.depth; ++r) {
-          const double left = p_.a[s * p_.a_segment + left_index<Left>(p_, m, r)];
+          const double left = a_[s * p_.a_segment + left_index(m, r)];
           const float* right = p_.b + (s * p_.depth + r) * p_.b_stride;
           for (int64_t n = 0; n < p_.columns; ++n) {
             const double term = left * static_cast<double>(right[n]);
-            sum[static_cast<size_t>(n)] += term;
-            size[static_cast<size_t>(n)] += std::fabs(term);
+            sum[n] += term;
+            size[n] += std::fabs(term);
           }
         }
       }
-      for (int64_t n = 0; n < p_.columns; ++n) {
-        const double error = std::fabs(result[static_cast<size_t>(m * p_.c_stride + n)] - sum[static_cast<size_t>(n)]);
-        wrong += !(error <= roundings * 0x1p-23 * size[static_cast<size_t>(n)]);
-      }
-      for (int64_t n = p_.columns; n < p_.c_stride; ++n) {
-        wrong += !std::isnan(result[static_cast<size_t>(m * p_.c_stride + n)]);
-      }
+      const float* row = result.data() + m * p_.c_stride;
+      for (int64_t n = 0; n < p_.columns; ++n) wrong += !(std::fabs(row[n] - sum[n]) <= allowed * size[n]);
+      for (int64_t n = p_.columns; n < p_.c_stride; ++n) wrong += !std::isnan(row[n]);
     }
     return wrong;
   }
@@ -158,130 +141,141 @@ class Matrices {
  private:
   static constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-  static Floats spread(int64_t rows, int64_t columns, int64_t stride, uint64_t stream) {
-    const Floats drawn = normals(rows * columns, stream);
-    Floats x(static_cast<size_t>(rows * stride), kNan);
+  // Where element (m, r) of a segment of the left factor lies.
+  int64_t left_index(int64_t m, int64_t r) const {
+    return row_stride_ == 0 ? m + r * p_.a_stride : m * row_stride_ + r;
+  }
+
+  Floats rows_with_gaps(int64_t rows, int64_t stride, support::Random& random) const {
+    Floats x(rows * stride, kNan);
     for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < columns; ++j) {
-        x[static_cast<size_t>(i * stride + j)] = drawn[static_cast<size_t>(i * columns + j)];
-      }
+      for (int64_t j = 0; j < p_.columns; ++j) x[i * stride + j] = static_cast<float>(random.normal());
     }
     return x;
   }
 
+  int64_t row_stride_;
+  Start start_;
   Product p_;
   Floats a_, b_, c_in_, c_out_, decay_;
 };
 
-std::string describe(const Shape& shape) {
-  std::ostringstream out;
-  out << "rows " << shape.rows << " columns " << shape.columns << " depth " << shape.depth << " segments "
-      << shape.segments << " decay_stride " << shape.decay_stride;
-  return out.str();
+// One instance of the product, and the layout and start it is made for.
+struct Kind {
+  const char* name;
+  int64_t row_stride;  // 0: Columns
+  Start start;
+  void (*run)(const Product& p);
+  void (*add)(const Product& p);  // the same layout with Start::kAdd
+
+  bool fits(int64_t depth) const { return row_stride == 0 || depth <= row_stride; }
+  int64_t some_depth() const { return fits(16) ? 16 : kDepthStep; }
+};
+
+template <class Left>
+constexpr Kind kind_of(const char* name, int64_t row_stride, Start start) {
+  constexpr auto kAdd = product<Left, Start::kAdd>;
+  switch (start) {
+    case Start::kZero:
+      return {name, row_stride, start, product<Left, Start::kZero>, kAdd};
+    case Start::kAdd:
+      return {name, row_stride, start, kAdd, kAdd};
+    default:
+      return {name, row_stride, start, product<Left, Start::kDecay>, kAdd};
+  }
 }
 
-// check.operator()<Left, kStart>(..) for every layout and start.
-template <class Left, class Check>
-void for_each_start(const char* layout, const Check& check) {
-  SCOPED_TRACE(layout);
-  check.template operator()<Left, Start::kZero>();
-  check.template operator()<Left, Start::kAdd>();
-  check.template operator()<Left, Start::kDecay>();
-}
-template <class Check>
-void for_each_kind(const Check& check) {
-  for_each_start<Columns>("Columns", check);
-  for_each_start<Rows<16>>("Rows<16>", check);
-  for_each_start<Rows<kPanel>>("Rows<kPanel>", check);
-  for_each_start<Rows<256>>("Rows<256>", check);
-}
-
-template <class Left, Start kStart>
-void check_product(const Shape& shape) {
-  SCOPED_TRACE(describe(shape));
-  Matrices<Left, kStart> matrices(shape);
-  const Floats c_in = matrices.c_in();
-  product<Left, kStart>(matrices.whole());
-  const Floats result = matrices.take_result();
-  EXPECT_EQ(matrices.wrong_elements(result), 0) << "start " << static_cast<int>(kStart);
-  EXPECT_TRUE(same_bits(matrices.c_in(), c_in)) << "the addend was written";
-}
+constexpr Kind kKinds[] = {
+    kind_of<Columns>("columns, zero", 0, Start::kZero),
+    kind_of<Columns>("columns, add", 0, Start::kAdd),
+    kind_of<Columns>("columns, decay", 0, Start::kDecay),
+    kind_of<Rows<kPanel>>("rows of a panel, zero", kPanel, Start::kZero),
+    kind_of<Rows<kPanel>>("rows of a panel, add", kPanel, Start::kAdd),
+    kind_of<Rows<kPanel>>("rows of a panel, decay", kPanel, Start::kDecay),
+    kind_of<Rows<256>>("rows of 256, zero", 256, Start::kZero),
+    kind_of<Rows<256>>("rows of 256, add", 256, Start::kAdd),
+    kind_of<Rows<256>>("rows of 256, decay", 256, Start::kDecay),
+};
 
 void products() {
-  for_each_kind([]<class Left, Start kStart>() {
+  for (const Kind& kind : kKinds) {
+    SCOPED_TRACE(kind.name);
     for (int64_t depth : {kDepthStep, int64_t{12}, int64_t{16}, int64_t{64}, int64_t{256}}) {
-      if (!fits<Left>(depth)) continue;
       for (int64_t segments : {int64_t{1}, int64_t{2}, 256 / depth}) {
-        if (segments > 1 && depth * segments > 256) continue;
+        if (!kind.fits(depth) || depth * segments > 256) continue;
         for (int64_t rows = 4; rows <= 40; rows += test::reduced() ? 12 : 4) {
           for (int64_t vectors : {1, 2, 3}) {
-            check_product<Left, kStart>({rows, vectors * kLanes, depth, segments, rows % 8 == 0 ? 1 : 0});
+            const Shape shape{rows, vectors * kLanes, depth, segments, rows % 8 == 0 ? 1 : 0};
+            Matrices matrices(shape, kind.row_stride, kind.start);
+            const Floats c_in = matrices.c_in();
+            kind.run(matrices.whole());
+            EXPECT_EQ(matrices.wrong_elements(matrices.take_result()), 0) << describe(shape);
+            EXPECT_TRUE(same_bits(matrices.c_in(), c_in)) << "the addend was written: " << describe(shape);
           }
         }
       }
     }
-  });
+  }
 }
 
 // An element's bits do not depend on the tile it falls into.
 void blocks() {
-  for_each_kind([]<class Left, Start kStart>() {
-    const int64_t depth = fits<Left>(16) ? 16 : kDepthStep;
-    const int64_t columns = 5 * kLanes;
+  const int64_t columns = 5 * kLanes;
+  for (const Kind& kind : kKinds) {
+    SCOPED_TRACE(kind.name);
     for (int64_t rows = 4; rows <= 40; rows += 4) {
-      Matrices<Left, kStart> matrices({rows, columns, depth, 3});
-      product<Left, kStart>(matrices.whole());
+      Matrices matrices({rows, columns, kind.some_depth(), 3}, kind.row_stride, kind.start);
+      kind.run(matrices.whole());
       const Floats whole = matrices.take_result();
       for (int64_t height = 4; height <= rows; height += 4) {
         for (int64_t width = kLanes; width <= columns; width += kLanes) {
           for (int64_t row = 0; row < rows; row += height) {
             for (int64_t column = 0; column < columns; column += width) {
-              product<Left, kStart>(
-                  matrices.part(row, std::min(height, rows - row), column, std::min(width, columns - column)));
+              kind.run(matrices.part(row, std::min(height, rows - row), column, std::min(width, columns - column)));
             }
           }
           EXPECT_TRUE(same_bits(matrices.take_result(), whole))
-              << rows << " rows in blocks of " << height << " by " << width << ", start " << static_cast<int>(kStart);
+              << rows << " rows in blocks of " << height << " by " << width;
         }
       }
     }
-  });
+  }
 }
 
 // One chain in the order of the inner index: the bits of adding one segment after the other.
 void segments() {
-  for_each_kind([]<class Left, Start kStart>() {
-    const int64_t depth = fits<Left>(16) ? 16 : kDepthStep;
-    Matrices<Left, kStart> matrices({36, 3 * kLanes, depth, 4});
-    product<Left, kStart>(matrices.whole());
+  for (const Kind& kind : kKinds) {
+    SCOPED_TRACE(kind.name);
+    Matrices matrices({36, 3 * kLanes, kind.some_depth(), 4}, kind.row_stride, kind.start);
+    kind.run(matrices.whole());
     const Floats whole = matrices.take_result();
 
     Product one = matrices.whole();
     one.segments = 1;
-    product<Left, kStart>(one);
+    kind.run(one);
     one.c_in = one.c_out;
     for (int64_t s = 1; s < 4; ++s) {
       one.a += one.a_segment;
-      one.b += depth * one.b_stride;
-      product<Left, Start::kAdd>(one);
+      one.b += one.depth * one.b_stride;
+      kind.add(one);
     }
-    EXPECT_TRUE(same_bits(matrices.take_result(), whole)) << "start " << static_cast<int>(kStart);
-  });
+    EXPECT_TRUE(same_bits(matrices.take_result(), whole));
+  }
 }
 
 void in_place() {
-  for_each_kind([]<class Left, Start kStart>() {
-    const int64_t depth = fits<Left>(16) ? 16 : kDepthStep;
-    Matrices<Left, kStart> matrices({28, 3 * kLanes, depth, 2});
-    product<Left, kStart>(matrices.whole());
+  for (const Kind& kind : kKinds) {
+    SCOPED_TRACE(kind.name);
+    Matrices matrices({28, 3 * kLanes, kind.some_depth(), 2}, kind.row_stride, kind.start);
+    kind.run(matrices.whole());
     const Floats apart = matrices.take_result();
 
     Product p = matrices.whole();
-    std::memcpy(p.c_out, p.c_in, apart.size() * sizeof(float));
+    std::copy(matrices.c_in().begin(), matrices.c_in().end(), p.c_out);
     p.c_in = p.c_out;
-    product<Left, kStart>(p);
-    EXPECT_TRUE(same_bits(matrices.take_result(), apart)) << "start " << static_cast<int>(kStart);
-  });
+    kind.run(p);
+    EXPECT_TRUE(same_bits(matrices.take_result(), apart));
+  }
 }
 
 }  // namespace

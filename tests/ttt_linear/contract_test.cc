@@ -2,11 +2,9 @@
 // a sequence is cut at a mini-batch boundary and its state carried over, to a forward or to steps, and when a step
 // takes its tokens one by one.
 //
-// Sums over sequences (dw, db) belong to a whole call, so the latter say nothing about them. The reference keeps
-// its state in double: it carries it exactly in a problem in double.
+// Sums over sequences (dw, db) belong to a whole call: only the first two hold for them. The reference keeps its state
+// in double: it carries it exactly in a problem in double.
 #include <gtest/gtest.h>
-
-#include <algorithm>
 
 #include "tests/ttt_linear/cases.h"
 
@@ -22,11 +20,8 @@ std::vector<std::string> choices(const std::string& mode) {
   return names;
 }
 
-// The automatic choice may be the reference.
 TttLinearCase exact_for(const std::string& implementation, const TttLinearCase& problem) {
-  const bool reference =
-      implementation == "reference" || (implementation.empty() && implementations("forward").size() == 1);
-  return reference ? support::in_double(problem) : problem;
+  return implementation == "reference" ? support::in_double(problem) : problem;
 }
 
 std::vector<TttLinearSpec> specs(int64_t T) {
