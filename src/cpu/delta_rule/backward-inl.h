@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "cpu/delta_rule/block-inl.h"
+#include "cpu/denormals.h"
 #include "cpu/state-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -462,6 +463,7 @@ HWY_INLINE void run_backward(const DeltaRuleBackwardProblem& problem, const Cont
                   scratch_bytes * static_cast<size_t>(thread));
   };
 
+  const FlushDenormals flush;
   parallel_for(static_cast<int64_t>(items.size()), threads, [&](int64_t i, int thread) HWY_ATTR {
     Carver scratch = scratch_of(thread);
     Kernel kernel;

@@ -11,6 +11,7 @@
 
 #include "cpu/delta_rule/block-inl.h"
 #include "cpu/delta_rule/recurrent-inl.h"
+#include "cpu/denormals.h"
 #include "cpu/state-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -126,6 +127,7 @@ HWY_INLINE void run_items(const Problem& problem, const Context& context, RunIte
   Carver measure;
   ForwardScratch().carve(measure, gate, ld, panels);
   const Workspace workspace(context, measure.bytes() * static_cast<size_t>(threads));
+  const FlushDenormals flush;
   parallel_for(static_cast<int64_t>(items.size()), threads, [&](int64_t i, int thread) HWY_ATTR {
     Carver carver(static_cast<char*>(workspace.data()) + measure.bytes() * static_cast<size_t>(thread));
     ForwardScratch scratch;

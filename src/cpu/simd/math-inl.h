@@ -23,7 +23,8 @@ HWY_INLINE Vec sigmoid(Vec x) { return hn::Div(broadcast(1.0f), hn::Add(broadcas
 // log(1 + exp(x)); x itself above 20, where the difference is below fp32's resolution.
 HWY_INLINE Vec softplus(Vec x) {
   const Vec limit = broadcast(20.0f);
-  return hn::IfThenElse(hn::Gt(x, limit), x, hn::Log1p(kF32Tag, exp(hn::Min(x, limit))));
+  const Vec log = hn::Log1p(kF32Tag, exp(hn::Min(x, limit)));
+  return hn::IfThenElse(hn::Or(hn::Gt(x, limit), hn::IsNaN(x)), x, log);
 }
 
 }  // namespace fastweight::cpu::HWY_NAMESPACE

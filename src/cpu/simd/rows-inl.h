@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cpu/scalar_types.h"
 #include "cpu/simd/vector-inl.h"
 #include "fastweight/tensor.h"
 
@@ -36,6 +37,20 @@ HWY_INLINE void store_bf16(Vec x, uint16_t* p) {
   hn::StoreU(hn::DemoteTo(U16(), result), U16(), p);
 }
 
+// Highway 1.0.3 converts fp16 without infinities, NaN and rounding where the hardware has no instruction for it.
+#if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
+HWY_INLINE Vec load_f16(const uint16_t* p) {
+  alignas(64) float values[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) values[i] = static_cast<float>(decode_bits16(p[i], kF16Format));
+  return load(values);
+}
+
+HWY_INLINE void store_f16(Vec x, uint16_t* p) {
+  alignas(64) float values[kLanes];
+  store(x, values);
+  for (int64_t i = 0; i < kLanes; ++i) p[i] = encode_bits16(static_cast<double>(values[i]), kF16Format);
+}
+#else
 HWY_INLINE Vec load_f16(const uint16_t* p) {
   const hn::Rebind<hwy::float16_t, F32> half;
   return hn::PromoteTo(kF32Tag, hn::LoadU(half, reinterpret_cast<const hwy::float16_t*>(p)));
@@ -45,6 +60,7 @@ HWY_INLINE void store_f16(Vec x, uint16_t* p) {
   const hn::Rebind<hwy::float16_t, F32> half;
   hn::StoreU(hn::DemoteTo(half, x), half, reinterpret_cast<hwy::float16_t*>(p));
 }
+#endif
 
 // dst[0, n) = src, dst[n, padded) = 0, padded a multiple of kLanes. A row that is not contiguous, and the last few
 // elements, are gathered into a vector's worth of their own type first: nothing outside the row is read.

@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/denormals.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/targets.h"
 #include "cpu/ttt_linear/implementations.h"
@@ -414,6 +415,7 @@ void backward(const TttLinearBackwardProblem& problem, const Context& context) {
     return ParameterSums{at, at + D};
   };
 
+  const FlushDenormals flush;
   parallel_for(items, threads, [&](int64_t i, int thread) HWY_ATTR {
     Carver scratch_carver(static_cast<char*>(workspace.data()) + measure_sums.bytes() +
                           measure.bytes() * static_cast<size_t>(thread));

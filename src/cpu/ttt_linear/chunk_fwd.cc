@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/denormals.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/targets.h"
 #include "cpu/ttt_linear/implementations.h"
@@ -195,6 +196,7 @@ HWY_INLINE void run_heads(const Problem& problem, const Context& context, const 
   Carver measure;
   Scratch().carve(measure, problem);
   const Workspace workspace(context, measure.bytes() * static_cast<size_t>(threads));
+  const FlushDenormals flush;
   parallel_for(items, threads, [&](int64_t i, int thread) HWY_ATTR {
     Carver carver(static_cast<char*>(workspace.data()) + measure.bytes() * static_cast<size_t>(thread));
     Scratch scratch;
