@@ -279,15 +279,23 @@ class UnitKernel {
     store_rows(rows, stride_, x, head_->batch, token, head_->value_head, n, column_, width_);
   }
 
-  // Rows of the blocks that come after the one at `token` in the walk back, and of its outputs.
-  void prefetch_backward(int64_t token) const {
+  // Rows of the outputs of the block at `token`, and of the blocks that come after it in the walk back.
+  void prefetch_backward(int64_t token) {
     const DeltaRuleBackward& args = problem_->args;
-    prefetch_block(*head_, token - args.options.chunk_size);
-    prefetch_rows(args.in.v, *head_, head_->value_head, token - kBlock, column_, width_);
-    prefetch_rows(args.d_o, *head_, head_->value_head, token - kBlock, column_, width_);
-    prefetch_rows(args.dv, *head_, head_->value_head, token, column_, width_);
-    prefetch_rows(args.dq, *head_, head_->key_head, token, 0, head_->K);
-    prefetch_rows(args.dk, *head_, head_->key_head, token, 0, head_->K);
+    prefetcher_.clear();
+    prefetch_rows(args.dv, *head_, head_->value_head, token, column_, width_, prefetcher_);
+    prefetch_rows(args.dq, *head_, head_->key_head, token, 0, head_->K, prefetcher_);
+    prefetch_rows(args.dk, *head_, head_->key_head, token, 0, head_->K, prefetcher_);
+    prefetch_rows(args.in.v, *head_, head_->value_head, token - kBlock, column_, width_, prefetcher_);
+    prefetch_rows(args.d_o, *head_, head_->value_head, token - kBlock, column_, width_, prefetcher_);
+    prefetch_block(*head_, token - args.options.chunk_size, prefetcher_);
+  }
+
+  // What the walk forward reads after the block at `token`.
+  void prefetch_forward(int64_t token) {
+    prefetcher_.clear();
+    prefetch_block(*head_, token + kBlock, prefetcher_);
+    prefetch_rows(problem_->args.in.v, *head_, head_->value_head, token + kBlock, column_, width_, prefetcher_);
   }
 
   const DeltaRuleBackwardProblem* problem_ = nullptr;
@@ -296,6 +304,7 @@ class UnitKernel {
   Item item_{};
   int64_t ld_ = 0, stride_ = 0, column_ = 0, width_ = 0, state_size_ = 0;
   bool saved_ = false;
+  RowPrefetcher prefetcher_;
   float* states_;        // [chunks][panels][ld][kPanel], before every chunk; empty when the caller saved them
   float* block_states_;  // [blocks][panels][ld][kPanel], before every block of the chunk
   float* v_;             // [16][stride]

@@ -143,16 +143,18 @@ HWY_INLINE void normalise_rows(float* x, int64_t ld, int64_t n, float* rstd) {
 
 // The rows of tokens [token, token + 16) that belong to the head's sequence.
 HWY_INLINE void prefetch_rows(const TensorView& x, const Head& head, int64_t x_head, int64_t token, int64_t first,
-                              int64_t width) {
-  prefetch_tokens(x, head.batch, std::max(token, head.begin), std::min(token + kBlock, head.begin + head.length),
-                  x_head, first, width);
+                              int64_t width, RowPrefetcher& prefetcher) {
+  prefetcher.add(x, head.batch, std::max(token, head.begin), std::min(token + kBlock, head.begin + head.length), x_head,
+                 first, width);
 }
 
 // What load_block will read at `token`.
-HWY_INLINE void prefetch_block(const Head& head, int64_t token) {
-  prefetch_rows(head.in->k, head, head.key_head, token, 0, head.K);
-  prefetch_rows(head.in->q, head, head.key_head, token, 0, head.K);
-  if (head.options->gate == Gate::kPerChannel) prefetch_rows(head.in->g, head, head.value_head, token, 0, head.K);
+HWY_INLINE void prefetch_block(const Head& head, int64_t token, RowPrefetcher& prefetcher) {
+  prefetch_rows(head.in->k, head, head.key_head, token, 0, head.K, prefetcher);
+  prefetch_rows(head.in->q, head, head.key_head, token, 0, head.K, prefetcher);
+  if (head.options->gate == Gate::kPerChannel) {
+    prefetch_rows(head.in->g, head, head.value_head, token, 0, head.K, prefetcher);
+  }
 }
 
 // Logits to beta where the option asks for it, 0 <= i < count (a multiple of kLanes).

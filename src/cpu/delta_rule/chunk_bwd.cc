@@ -129,13 +129,14 @@ class ChunkKernel : public UnitKernel {
       load_block(head, token, std::min(kBlock, sequence.length - t), block);
       prepare_block(gate, head.K, block);
       load_values(token, block.n);
-      prefetch_block(head, token + kBlock);
-      prefetch_rows(problem.args.in.v, head, head.value_head, token + kBlock, column_, width_);
+      prefetch_forward(token);
       float* S_out = next % chunk_size == 0 ? states_ + next / chunk_size * state_size_ : running;
       for (int64_t p = 0; p < item.panels; ++p) {
         const int64_t at = p * ld_ * kPanel;
         float* R = R_ + t * stride_ + p * kBlock * kPanel;
+        prefetcher_.issue(2 * (item.panels - p));
         read_panel(block, kBlock, S_in + at, X_);
+        prefetcher_.issue(2 * (item.panels - p) - 1);
         solve_panel(block, X_, v_ + p * kPanel, stride_, R);
         if (next < sequence.length) write_panel(gate, block, S_in + at, R, S_out + at);
       }
@@ -213,6 +214,7 @@ class ChunkKernel : public UnitKernel {
       const float* G_p = G + p * ld_ * kPanel;
       const float* R_p = R + p * kBlock * kPanel;
       const float* d_o = d_o_ + p * kPanel;
+      prefetcher_.issue(3 * item_.panels - 2 * p);
       product<Columns, Start::kZero>({.rows = kBlock,
                                       .columns = kPanel,
                                       .depth = ld_,
@@ -246,6 +248,7 @@ class ChunkKernel : public UnitKernel {
         }
         store(dot, dots + i * kLanes);
       }
+      prefetcher_.issue(3 * item_.panels - 2 * p - 1);
       transpose(scaled_, kPanel, 2 * kBlock, kPanel, scaled_columns_ + p * kPanel * 2 * kBlock, 2 * kBlock);
       transpose(R_p, kPanel, kBlock, kPanel, R_columns_ + p * kPanel * kBlock, kBlock);
       product<Rows<kPanel>, Start::kAdd>({.rows = 2 * kBlock,
@@ -310,6 +313,7 @@ class ChunkKernel : public UnitKernel {
     transpose(writing_columns_, kBlock, ld_, kBlock, writing_, ld_);
     for (int64_t p = 0; p < item_.panels; ++p) {
       float* G_p = G + p * ld_ * kPanel;
+      prefetcher_.issue(item_.panels - p);
       product<Columns, Start::kDecay>({.rows = ld_,
                                        .columns = kPanel,
                                        .depth = 2 * kBlock,

@@ -19,6 +19,7 @@ namespace fastweight::cpu::HWY_NAMESPACE {
 
 // One thread's memory; it does not grow with T.
 struct ForwardScratch {
+  RowPrefetcher prefetcher;
   Block block;
   float* bias;        // [max(ld, 16)]
   float* S;           // [panels][ld][kPanel]
@@ -53,15 +54,17 @@ struct ItemColumns {
       : stride(item.panels * kPanel), first(item.first_panel * kPanel), width(std::min(stride, V - first)) {}
 };
 
-// Rows of v (and q, k, beta, gates) of one block into scratch; the next block's and o's rows are asked for ahead.
+// Rows of v (and q, k, beta, gates) of one block into scratch; the next block's and o's rows are left to the
+// prefetcher.
 HWY_INLINE void load_forward_block(const Head& head, const TensorView& o, int64_t token, int64_t n,
                                    const ItemColumns& columns, ForwardScratch& scratch) {
   load_block(head, token, n, scratch.block);
   load_rows(head.in->v, head.batch, token, head.value_head, n, columns.first, columns.width, scratch.v, columns.stride,
             kBlock);
-  prefetch_block(head, token + kBlock);
-  prefetch_rows(head.in->v, head, head.value_head, token + kBlock, columns.first, columns.width);
-  prefetch_rows(o, head, head.value_head, token, columns.first, columns.width);
+  scratch.prefetcher.clear();
+  prefetch_rows(o, head, head.value_head, token, columns.first, columns.width, scratch.prefetcher);
+  prefetch_block(head, token + kBlock, scratch.prefetcher);
+  prefetch_rows(head.in->v, head, head.value_head, token + kBlock, columns.first, columns.width, scratch.prefetcher);
 }
 
 // Runs the loaded block token by token.
@@ -72,7 +75,8 @@ HWY_INLINE void run_block_by_tokens(const Head& head, int64_t token, float scale
       load_beta_rows(head, token, scratch.block.n, columns.first, columns.width, scratch.beta, columns.stride);
   make_decayed_keys(gate, scratch.block, scratch.decayed);
   recurrent_tokens(gate, scratch.block, scratch.decayed, head.K, scale, S, panels,
-                   {scratch.v, beta_per_value ? scratch.beta : nullptr, scratch.o, columns.stride}, scratch.prediction);
+                   {scratch.v, beta_per_value ? scratch.beta : nullptr, scratch.o, columns.stride}, scratch.prediction,
+                   scratch.prefetcher);
 }
 
 // Walks a sequence from its initial to its final state, both in scratch.S. run_block(token, n) advances the state and

@@ -63,13 +63,15 @@ HWY_INLINE void read_state(const float* key, int64_t K, const StatePanels& S, in
 //
 // `prediction` is scratch for panels * kPanel floats, `decayed` the rows of make_decayed_keys.
 HWY_INLINE void recurrent_tokens(Gate gate, const Block& block, const float* decayed, int64_t K, float scale,
-                                 const StatePanels& S, int64_t panels, const ValueRows& rows, float* prediction) {
+                                 const StatePanels& S, int64_t panels, const ValueRows& rows, float* prediction,
+                                 RowPrefetcher& prefetcher) {
   const int64_t decay_step = gate == Gate::kPerChannel ? 1 : 0;
   read_state(decayed, K, S, panels, prediction);
   for (int64_t p = 0; p < panels; ++p) {
     const int64_t column = p * kPanel;
     Vec p0 = load(prediction + column), p1 = load(prediction + column + kLanes);
     for (int64_t t = 0; t < block.n; ++t) {
+      prefetcher.issue((panels - p) * block.n - t);
       const float* v = rows.v + t * rows.stride + column;
       const bool per_value = rows.beta != nullptr;
       const Vec beta0 = per_value ? load(rows.beta + t * rows.stride + column) : broadcast(block.beta[t]);

@@ -80,6 +80,7 @@ class RecurrentKernel : public UnitKernel {
     load_tokens(token, n);
     load_d_o(token, n);
     prefetch_backward(token);
+    prefetcher_.issue(1);
     std::memset(row_sums_, 0, static_cast<size_t>(3 * kBlock * ld_ * kLanes) * sizeof(float));
     alignas(64) float dbeta[kBlock * kLanes] = {};
     for (int64_t p = 0; p < item_.panels; ++p) {
@@ -113,8 +114,9 @@ class RecurrentKernel : public UnitKernel {
   // The forward, its output thrown away: the same bits as there.
   void advance(int64_t token, int64_t n, float* S) {
     load_tokens(token, n);
+    prefetch_forward(token);
     recurrent_tokens(problem_->args.options.gate, block_, decayed_, head_->K, 1.0f, {S, kPanel, ld_ * kPanel},
-                     item_.panels, {v_, beta_per_value_ ? beta_ : nullptr, dv_, stride_}, prediction_);
+                     item_.panels, {v_, beta_per_value_ ? beta_ : nullptr, dv_, stride_}, prediction_, prefetcher_);
   }
 
   Vec decay_of(int64_t t, int64_t d) const {

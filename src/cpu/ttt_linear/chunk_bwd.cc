@@ -102,7 +102,8 @@ void keep_states(const TttLinearBackwardProblem& problem, const Sequence& sequen
     float* h = s.states + t / head.C * head.ld * head.ld;
     float* c = s.state_biases + t / head.C * head.ld;
     load_mini_batch(head, sequence.begin + t, head.C, s.mb);
-    head.prefetch(sequence.begin + t + head.C);
+    s.mb.prefetcher.clear();
+    head.prefetch(sequence.begin + t + head.C, s.mb.prefetcher);
     read_matrix(s.mb, s.mb.rows, h, s.mb.z);
     inner_gradients(head, c, s.mb.rows, s.mb);
     advance_state(s.mb, h, c, h + head.ld * head.ld, c + head.ld);
@@ -355,8 +356,9 @@ void run_sequence(const TttLinearBackwardProblem& problem, const Sequence& seque
     const float* state = s.states + t / head.C * head.ld * head.ld;
     const float* bias = s.state_biases + t / head.C * head.ld;
     load_mini_batch(head, token, std::min(head.C, sequence.length - t), mb);
-    head.prefetch(token - head.C);
-    prefetch_tokens(args.d_o, head.batch, std::max(token - head.C, head.begin), token, h, 0, head.D);
+    mb.prefetcher.clear();
+    head.prefetch(token - head.C, mb.prefetcher);
+    head.prefetch(args.d_o, token - head.C, mb.prefetcher);
     read_matrix(mb, 2 * mb.rows, state, mb.z);
     inner_gradients(head, bias, mb.rows, mb);
     make_moves(head, mb);

@@ -57,8 +57,9 @@ void run_sequence(const TttLinearForwardProblem& problem, const Sequence& sequen
   for (int64_t t = 0; t < sequence.length; t += head.C) {
     const int64_t token = sequence.begin + t;
     load_mini_batch(head, token, std::min(head.C, sequence.length - t), mb);
-    head.prefetch(token + head.C);
-    prefetch_tokens(args.o, head.batch, token, token + mb.tokens, h, 0, head.D);
+    mb.prefetcher.clear();
+    head.prefetch(args.o, token, mb.prefetcher);
+    head.prefetch(token + head.C, mb.prefetcher);
     read_matrix(mb, 2 * mb.rows, scratch.h, mb.z);
     inner_gradients(head, scratch.c, mb.rows, mb);
     make_moves(head, mb);

@@ -63,9 +63,12 @@ struct Head {
     load_row(static_cast<const char*>(x.data) + head * x.strides[0] * element_size(x.dtype), x.dtype, x.strides[1], D,
              row, ld);
   }
-  void prefetch(int64_t token) const {
-    const int64_t from = std::max(token, begin), to = std::min(token + C, begin + length);
-    for (const TensorView* x : {&in->k, &in->q, &in->v}) prefetch_tokens(*x, batch, from, to, head, 0, D);
+  // Rows of k, q and v of the mini-batch at `token`, or of one more tensor.
+  void prefetch(int64_t token, RowPrefetcher& prefetcher) const {
+    for (const TensorView* x : {&in->k, &in->q, &in->v}) prefetch(*x, token, prefetcher);
+  }
+  void prefetch(const TensorView& x, int64_t token, RowPrefetcher& prefetcher) const {
+    prefetcher.add(x, batch, std::max(token, begin), std::min(token + C, begin + length), head, 0, D);
   }
 };
 
@@ -95,6 +98,7 @@ HWY_INLINE void store_matrix(const float* h, const TensorView& x, int64_t n, con
 }
 
 struct MiniBatch {
+  RowPrefetcher prefetcher;
   int64_t rows;    // C; 4 in decoding, where one of them is a token
   int64_t tokens;  // rows that are tokens
   int64_t ld;
@@ -180,6 +184,7 @@ HWY_INLINE Vec norm_adjoint(Vec r, Vec a, Vec x, Vec mean, Vec mean_x, Vec mask)
 HWY_INLINE void inner_gradients(const Head& head, const float* c, int64_t rows, MiniBatch& mb) {
   const float inverse = 1.0f / static_cast<float>(head.D);
   for (int64_t i = 0; i < rows; ++i) {
+    mb.prefetcher.issue(rows - i);
     float* x = mb.z + i * mb.ld;
     float* y = mb.y + i * mb.ld;
     for (int64_t d = 0; d < mb.ld; d += kLanes) store(hn::Add(load(x + d), load(c + d)), x + d);
