@@ -34,7 +34,7 @@ using support::TttLinearSpec;
 
 constexpr double kSmallest = 1e-6;
 constexpr double kFp32 = 1e-5;
-constexpr double kFp32HardGates = 5e-4;  // a gate of -1000 makes dg a difference of nearly equal numbers
+constexpr double kFp32HardGates = 5e-4;  // room for differences of cumulative gates around -1000
 constexpr double kReferenceVsGolden = 1e-10;
 constexpr double kReferenceVsGoldenSmallest = 1e-13;
 

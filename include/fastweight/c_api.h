@@ -1,8 +1,8 @@
 /* The C interface: plain C99, no exceptions, a stable layout.
  *
  * Every struct but fw_tensor begins with its size, which the matching _init function sets together with the defaults.
- * Fields are only ever added at the end, and a later library takes the smaller structs of earlier headers, so a program
- * keeps working without being rebuilt. A tensor that is all zeros is absent.
+ * A size that the library does not know is refused, so a program never runs with structs of another layout. A tensor
+ * that is all zeros is absent.
  *
  * Functions return FW_OK or a status; fw_last_error() then says what was wrong, and no output has been written, except
  * by FW_OUT_OF_MEMORY and FW_INTERNAL_ERROR, which leave the outputs undefined. What each argument means stands in

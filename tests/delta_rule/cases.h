@@ -103,7 +103,7 @@ inline double tolerance(const DeltaRuleSpec& spec, const std::string& tensor, DT
     return 8e-3;
   }
   if (spec.dtype == DType::kF64 && result_type == DType::kF64) return 1e-10;
-  // Cumulative gates in fp32 lose digits when they are large: spec/building_blocks.md section 10.
+  // Room for forms that take differences of cumulative fp32 gates, which lose digits when the gates are large.
   const bool large_gates = spec.hard_gate_fraction > 0 || spec.gate_divisor < 0.5;
   return gate == Gate::kPerChannel && large_gates ? 5e-4 : 1e-5;
 }
