@@ -29,8 +29,8 @@ struct Item {
 // many blocks of columns as the threads need.
 inline std::vector<Item> column_items(const std::vector<Sequence>& sequences, int64_t heads, int64_t panels,
                                       int threads) {
-  // Three items per thread even out what differs between them; beyond that, each cut repeats the work on the keys.
-  constexpr int64_t kItemsPerThread = 3;
+  // Two items per thread even out what differs between them; beyond that, each cut repeats the work on the keys.
+  constexpr int64_t kItemsPerThread = 2;
   int64_t tokens = 0;
   for (const Sequence& s : sequences) tokens += s.length;
   const int64_t share = std::max<int64_t>(1, tokens * heads * panels / (threads * kItemsPerThread));
