@@ -38,8 +38,8 @@ HWY_INLINE void store_rows(const float* src, int64_t ld, const TensorView& x, in
 
 // Rows that will be needed soon, brought into the second-level cache a few at a time between pieces of arithmetic. A
 // head's rows lie heads * width elements apart, often one to a page, where hardware prefetchers give up; and asking for
-// all rows of a block at once fills the queue of outstanding misses and stalls as the loads would. At K = V = 128 fp32
-// with 16 heads the forward spent a quarter of its time so.
+// all rows of a block at once fills the queue of outstanding misses and stalls as the loads would: at K = V = 128 fp32
+// with 16 heads a quarter of the forward's samples stood there.
 class RowPrefetcher {
  public:
   void clear() { count_ = next_ = 0; }
