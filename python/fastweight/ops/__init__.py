@@ -1,0 +1,22 @@
+"""The operators, with the names and arguments that flash-linear-attention gave them."""
+
+from .delta_rule import chunk_delta_rule, delta_rule_step, fused_recurrent_delta_rule
+from .gated_delta_rule import (
+    chunk_gated_delta_rule,
+    chunk_gdn,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn,
+)
+from .kda import chunk_kda, fused_recurrent_kda
+
+__all__ = [
+    "chunk_delta_rule",
+    "chunk_gated_delta_rule",
+    "chunk_gdn",
+    "chunk_kda",
+    "delta_rule_step",
+    "fused_recurrent_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
+    "fused_recurrent_kda",
+]

@@ -1,0 +1,162 @@
+"""The gated delta rule (GDN): one decay per head and token.
+
+For each sequence and value head, with the state S a K x V matrix:
+
+    Sd_t = exp(g_t) S_{t-1}
+    S_t  = Sd_t + k_t^T beta_t (v_t - k_t Sd_t)
+    o_t  = scale q_t S_t
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .. import _delta_rule
+from . import _checks
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: Any = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
+    head_first: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule over whole sequences.
+
+    Args:
+        q, k: `[B, T, H, K]`, fp32, bf16, fp16 or fp64 (slow), one type for q, k and v. K is at most 256.
+        v: `[B, T, HV, V]`, HV a multiple of H: value head h reads query and key head `h // (HV // H)`.
+        g: `[B, T, HV]`, the logarithm of the decay; any floating type. With `use_gate_in_kernel` a raw value x:
+            the decay's logarithm is then `-exp(A_log) * softplus(x + dt_bias)`.
+        beta: `[B, T, HV]`, the step size; any floating type. With `use_beta_sigmoid_in_kernel` its logit.
+        scale: factor of the output; None: `K ** -0.5`.
+        initial_state: `[N, HV, K, V]` (`[N, HV, V, K]` with `state_v_first`); None: zeros.
+        output_final_state: whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: q and k become `x / sqrt(sum(x * x) + 1e-6)`.
+        use_beta_sigmoid_in_kernel: `beta = sigmoid(beta)`.
+        allow_neg_eigval: with `use_beta_sigmoid_in_kernel`, `beta = 2 * sigmoid(beta)`.
+        state_v_first: states are `[N, HV, V, K]`.
+        cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
+        cu_seqlens_cpu, chunk_indices: accepted and not needed.
+        cp_context: context parallelism, not supported.
+        use_gate_in_kernel: see g.
+        A_log, dt_bias: `[HV]`, with `use_gate_in_kernel`; dt_bias may be None.
+        chunk_size: 16, 32 or 64. Changes nothing but where a sequence may be cut without changing a bit.
+        transpose_state_layout: the old name of `state_v_first`.
+        head_first: no longer exists.
+
+    Returns:
+        `(o, final_state)`: o `[B, T, HV, V]` in the type of q; the final state `[N, HV, K, V]` in fp32, or None.
+    """
+    state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"k: expected the {q.shape[2]} heads of q, got {k.shape[2]}")
+    if v.shape[2] % q.shape[2] != 0:
+        raise ValueError(f"v: expected a multiple of the {q.shape[2]} heads of q, got {v.shape[2]}")
+    _checks.no_head_first(head_first)
+    if chunk_size not in (16, 32, 64):
+        raise ValueError(f"chunk_size: expected 16, 32 or 64, got {chunk_size}")
+    _checks.no_context_parallel(cp_context, initial_state, output_final_state)
+    _checks.sequences(q, initial_state, cu_seqlens)
+    if use_gate_in_kernel:
+        _checks.require(A_log is not None, "A_log: expected a tensor with use_gate_in_kernel, got None")
+    _checks.beta_from_logits(allow_neg_eigval, use_beta_sigmoid_in_kernel)
+    _checks.require(q.shape[3] <= 256, f"q: expected a head width of at most 256, got {q.shape[3]}")
+    q, k, v = _checks.one_dtype(q, k, v, ValueError)
+    if not use_gate_in_kernel:
+        A_log = dt_bias = None
+    o, final_state, _ = _delta_rule.forward(
+        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
+        (
+            _delta_rule.PER_HEAD, scale, chunk_size, state_v_first, use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, False, None,
+        ),
+        output_final_state,
+    )  # fmt: skip
+    return o, final_state
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule for short sequences and decoding, with gradients. The arguments are those of
+    `chunk_gated_delta_rule`, except:
+
+    Args:
+        g: may be None: no decay, or that of gk alone.
+        gk: `[B, T, HV, K]`, the logarithm of a decay per key channel, on top of g; not with `use_gate_in_kernel`.
+        gv: a decay per value channel, not supported.
+        beta: may be None: 1. May be `[B, T, HV, V]`: one step size per value channel.
+    """
+    state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
+    _checks.sequences(q, initial_state, cu_seqlens)
+    if use_gate_in_kernel:
+        if A_log is None:
+            raise ValueError("A_log: expected a tensor with use_gate_in_kernel, got None")
+        if g is None:
+            raise ValueError("g: expected a tensor with use_gate_in_kernel, got None")
+    else:
+        A_log = dt_bias = None
+    _checks.beta_from_logits(allow_neg_eigval, use_beta_sigmoid_in_kernel)
+    if gv is not None:
+        raise NotImplementedError("gv: a decay per value channel is not supported")
+    gate = _delta_rule.NONE if g is None else _delta_rule.PER_HEAD
+    if gk is not None:
+        if use_gate_in_kernel:
+            raise NotImplementedError("gk: not supported together with use_gate_in_kernel")
+        gate = _delta_rule.PER_CHANNEL
+        g = gk if g is None else g.unsqueeze(-1) + gk
+    q, k, v = _checks.one_dtype(q, k, v, ValueError)
+    o, final_state, _ = _delta_rule.forward(
+        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
+        (
+            gate, scale, 64, state_v_first, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+            use_gate_in_kernel, False, None,
+        ),
+        output_final_state,
+    )  # fmt: skip
+    return o, final_state
+
+
+chunk_gdn = chunk_gated_delta_rule
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule

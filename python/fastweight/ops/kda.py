@@ -1,0 +1,172 @@
+"""Kimi Delta Attention (KDA): one decay per key channel, head and token.
+
+For each sequence and value head, with the state S a K x V matrix:
+
+    Sd_t = diag(exp(g_t)) S_{t-1}
+    S_t  = Sd_t + k_t^T beta_t (v_t - k_t Sd_t)
+    o_t  = scale q_t S_t
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _delta_rule
+from . import _checks
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """KDA over whole sequences.
+
+    Args:
+        q, k: `[B, T, H, K]`, fp32, bf16, fp16 or fp64 (slow), one type for q, k and v. K is at most 256.
+        v: `[B, T, HV, V]`, HV a multiple of H: value head h reads query and key head `h // (HV // H)`.
+        g: `[B, T, HV, K]`, the logarithm of the decay; any floating type. With `use_gate_in_kernel` a raw value x: the
+            decay's logarithm is then `-exp(A_log) * softplus(x + dt_bias)`, or with a lower bound
+            `lower_bound * sigmoid(exp(A_log) * (x + dt_bias))`.
+        beta: `[B, T, HV]`, the step size; any floating type. With `use_beta_sigmoid_in_kernel` its logit.
+        scale: factor of the output; None: `K ** -0.5`.
+        initial_state: `[N, HV, K, V]` (`[N, HV, V, K]` with `state_v_first`) fp32; None: zeros.
+        output_final_state: whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: q and k become `x / sqrt(sum(x * x) + 1e-6)`.
+        use_gate_in_kernel: see g.
+        use_beta_sigmoid_in_kernel: `beta = sigmoid(beta)`.
+        allow_neg_eigval: with `use_beta_sigmoid_in_kernel`, `beta = 2 * sigmoid(beta)`.
+        safe_gate: a promise that `g >= -5`. With `use_gate_in_kernel` a lower bound in [-5, 0) has to keep it.
+        lower_bound: below 0, with `use_gate_in_kernel`; A_log may then be None, and the factor exp(A_log) is 1.
+        disable_recompute: keep the fp32 states at the start of every chunk for the backward: more memory, less work.
+        return_intermediate_states: also return these states, in the type of k; only without gradient recording.
+        state_v_first: states are `[N, HV, V, K]`.
+        cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
+        cu_seqlens_cpu: accepted and not needed.
+        cp_context: context parallelism, not supported.
+        A_log: `[HV]`, with `use_gate_in_kernel`.
+        dt_bias: `[HV * K]` or `[HV, K]`, with `use_gate_in_kernel`; None: zeros.
+        chunk_size: 32 or 64: where intermediate states stand and a sequence may be cut without changing a bit.
+        transpose_state_layout: the old name of `state_v_first`.
+
+    Returns:
+        `(o, final_state)`, or `(o, final_state, h)` with intermediate states: o `[B, T, HV, V]` in the type of q; the
+        final state `[N, HV, K, V]` in fp32, or None; h `[B, NT, HV, K, V]`, where NT is `ceil(T / chunk_size)`, or the
+        sum of that over the packed sequences.
+    """
+    state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
+    _checks.no_context_parallel(cp_context, initial_state, output_final_state)
+    _checks.sequences(q, initial_state, cu_seqlens)
+    if initial_state is not None:
+        _checks.require(
+            initial_state.dtype == _delta_rule.state_dtype(q),
+            f"initial_state: expected {_delta_rule.state_dtype(q)}, got {initial_state.dtype}",
+        )
+    if not use_gate_in_kernel:
+        A_log = dt_bias = lower_bound = None
+    elif A_log is None and lower_bound is None:
+        raise ValueError("A_log: expected a tensor with use_gate_in_kernel and no lower_bound, got None")
+    if chunk_size not in (32, 64):
+        raise ValueError(f"`chunk_size` must be either 32 or 64, got {chunk_size}")
+    if safe_gate and use_gate_in_kernel:
+        if lower_bound is None:
+            raise ValueError("lower_bound: expected a number with safe_gate and use_gate_in_kernel, got None")
+        if not -5 <= lower_bound < 0:
+            raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate, got {lower_bound}")
+    _checks.beta_from_logits(allow_neg_eigval, use_beta_sigmoid_in_kernel)
+    _checks.require(q.shape == k.shape, f"k: expected shape {list(q.shape)}, got {list(k.shape)}")
+    B, T, H, K = q.shape
+    HV = v.shape[2]
+    _checks.require(K <= 256, f"q: expected a head width of at most 256, got {K}")
+    _checks.require(HV % H == 0, f"v: expected a multiple of the {H} heads of q, got {HV}")
+    _checks.require(g.shape == (B, T, HV, K), f"g: expected shape {[B, T, HV, K]}, got {list(g.shape)}")
+    _checks.require(beta.shape == (B, T, HV), f"beta: expected shape {[B, T, HV]}, got {list(beta.shape)}")
+    if return_intermediate_states:
+        _checks.require(
+            not torch.is_grad_enabled(),
+            "return_intermediate_states: expected torch.no_grad() or torch.inference_mode() around the call",
+        )
+        _checks.require(not disable_recompute, "disable_recompute: expected False with return_intermediate_states")
+    q, k, v = _checks.one_dtype(q, k, v, ValueError)
+    chunk_states_dtype = None
+    if return_intermediate_states:
+        chunk_states_dtype = k.dtype
+    elif disable_recompute and torch.is_grad_enabled():
+        chunk_states_dtype = _delta_rule.state_dtype(q)
+    o, final_state, chunk_states = _delta_rule.forward(
+        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
+        (
+            _delta_rule.PER_CHANNEL, scale, chunk_size, state_v_first, use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, safe_gate, lower_bound,
+        ),
+        output_final_state,
+        chunk_states_dtype,
+    )  # fmt: skip
+    if return_intermediate_states:
+        return o, final_state, chunk_states
+    return o, final_state
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """KDA for short sequences and decoding, with gradients. The arguments are those of `chunk_kda`; the initial state
+    may have any floating type, and beta may be `[B, T, HV, V]`."""
+    state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
+    _checks.sequences(q, initial_state, cu_seqlens)
+    _checks.beta_from_logits(allow_neg_eigval, use_beta_sigmoid_in_kernel)
+    if not use_gate_in_kernel:
+        A_log = dt_bias = lower_bound = None
+    q, k, v = _checks.one_dtype(q, k, v, ValueError)
+    o, final_state, _ = _delta_rule.forward(
+        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
+        (
+            _delta_rule.PER_CHANNEL, scale, 64, state_v_first, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, use_gate_in_kernel, False, lower_bound,
+        ),
+        output_final_state,
+    )  # fmt: skip
+    return o, final_state
