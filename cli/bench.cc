@@ -356,6 +356,7 @@ void Bench::measure(const Config& config, const BenchProblem& problem) {
 void Bench::note_cached_states(const BenchChoice& choice) {
   if (choice.mode != Mode::kStep) return;
   const Shape& s = choice.shape;
+  if (choice.op == Op::kShortConv) return;
   const double per_head = choice.op == Op::kTttLinear ? 2 : 1;  // the state and the sums
   const double bytes = 4.0 * per_head * static_cast<double>(s.B * s.HV * s.K * s.V);
   if (bytes >= 2.0 * static_cast<double>(machine_.last_level_cache_bytes())) return;
@@ -410,7 +411,7 @@ int Bench::run() {
 
 int run_bench(const std::vector<std::string>& arguments) {
   const Flags flags(
-      {{"--op", "NAMES", "delta_rule, gdn (gated_delta_rule), kda, ttt_linear (default: all)"},
+      {{"--op", "NAMES", "delta_rule, gdn (gated_delta_rule), kda, ttt_linear, short_conv (default: all)"},
        {"--mode", "NAMES", "fwd, bwd, step (default: all)"},
        {"--impl", "NAMES", "as `fastweight info` lists them, or auto (default: all but the reference)"},
        {"--dtype", "NAMES", "fp32, bf16, fp16 (default: fp32)"},
@@ -434,7 +435,8 @@ int run_bench(const std::vector<std::string>& arguments) {
         "Times calls of the public API on prepared, touched buffers, with scratch memory kept from call to call, "
         "after\n"
         "a warm-up; `first` is the very first call of a configuration. GFLOP/s count F = 6KV + 64(K+V) per token and\n"
-        "value head forward, 3F backward, 7KV for a step; for ttt_linear F = 6D^2 + 96D, and 8D^2 for a step. GB/s "
+        "value head forward, 3F backward, 7KV for a step; for ttt_linear F = 6D^2 + 96D, and 8D^2 for a step; for\n"
+        "short_conv, H K channels of width 4 with silu, 2W + 4 per token and channel, 3 times that backward. GB/s "
         "count\n"
         "every input and output tensor once, the states of a step twice, read and written. Both are set against what "
         "this\n"

@@ -8,9 +8,11 @@
 #include "cli/flags.h"
 #include "cli/text.h"
 #include "fastweight/delta_rule.h"
+#include "fastweight/short_conv.h"
 #include "fastweight/ttt_linear.h"
 #include "support/delta_rule_case.h"
 #include "support/random.h"
+#include "support/short_conv_case.h"
 #include "support/tensor.h"
 #include "support/ttt_linear_case.h"
 
@@ -19,6 +21,8 @@ namespace {
 
 using support::DeltaRuleCase;
 using support::DeltaRuleSpec;
+using support::ShortConvCase;
+using support::ShortConvSpec;
 using support::Tensor;
 using support::TttLinearCase;
 using support::TttLinearSpec;
@@ -311,6 +315,80 @@ class TttLinearBench : public BenchProblem {
   TttLinearStep step_;
 };
 
+// ---- Short convolution ----------------------------------------------------------------------------------------------
+
+class ShortConvBench : public BenchProblem {
+ public:
+  explicit ShortConvBench(const BenchChoice& choice) : choice_(choice) {
+    if (choice.mode == Mode::kStep) choice_.shape.T = 1;
+    const Shape& s = choice_.shape;
+    const int64_t D = s.H * s.K;
+    ShortConvSpec spec;
+    spec.T = std::min(s.B * s.T, kDrawnTokens);
+    spec.D = D;
+    spec.dtype = choice.dtype;
+    spec.options.activation = Activation::kSilu;
+    spec.bias = spec.residual = false;
+    data_ = support::draw(spec, 1);
+    data_.initial_state = tile(data_.initial_state, 0, {s.B, D, spec.W});
+    for (Tensor* x : {&data_.x, &data_.dy}) *x = tile(*x, 1, {s.B, s.T, D});
+    if (choice.sequences > 0) data_.cu_seqlens = support::offsets_tensor(growing_offsets(s.T, choice.sequences));
+    ShortConvInputs in = data_.inputs();
+    in.initial_state = {};
+    const int64_t sequences = choice.sequences > 0 ? choice.sequences : s.B;
+    if (choice_.mode == Mode::kForward) {
+      forward_ = {
+          in, spec.options, {}, output(choice.dtype, data_.x.shape()), output(choice.dtype, {sequences, D, spec.W})};
+    } else if (choice_.mode == Mode::kBackward) {
+      backward_ = {in,
+                   spec.options,
+                   data_.dy.view(),
+                   {},
+                   output(choice.dtype, data_.x.shape()),
+                   output(DType::kF32, data_.w.shape())};
+    } else {
+      step_ = {in, spec.options, {}, data_.initial_state.view(), {}, output(choice.dtype, data_.x.shape())};
+    }
+  }
+
+  std::string run(const Context& context) const override {
+    switch (choice_.mode) {
+      case Mode::kForward:
+        return short_conv_forward(context, forward_);
+      case Mode::kBackward:
+        return short_conv_backward(context, backward_);
+      case Mode::kStep:
+        break;
+    }
+    return short_conv_step(context, step_);
+  }
+
+  double flop() const override {
+    const double each = static_cast<double>(2 * data_.spec.W + 4) * (choice_.mode == Mode::kBackward ? 3 : 1);
+    return each * static_cast<double>(data_.x.size());
+  }
+
+  double bytes() const override {
+    double total = view_bytes(data_.x.view()) + view_bytes(data_.w.view());
+    if (choice_.mode == Mode::kBackward) total += view_bytes(data_.dy.view());
+    if (choice_.mode == Mode::kStep) total += 2 * view_bytes(data_.initial_state.view());
+    for (const Tensor& output : outputs_) total += view_bytes(output.view());
+    return total;
+  }
+
+ private:
+  TensorView output(DType dtype, const std::vector<int64_t>& shape) {
+    return outputs_.emplace_back(dtype, shape).view();
+  }
+
+  BenchChoice choice_;
+  ShortConvCase data_;
+  std::vector<Tensor> outputs_;  // owns what the calls below write
+  ShortConvForward forward_;
+  ShortConvBackward backward_;
+  ShortConvStep step_;
+};
+
 }  // namespace
 
 std::string Shape::text() const {
@@ -345,6 +423,7 @@ Shape parse_shape(const std::string& text) {
 }
 
 std::unique_ptr<BenchProblem> make_bench_problem(const BenchChoice& choice) {
+  if (choice.op == Op::kShortConv) return std::make_unique<ShortConvBench>(choice);
   if (choice.op == Op::kTttLinear) return std::make_unique<TttLinearBench>(choice);
   return std::make_unique<DeltaRuleBench>(choice);
 }

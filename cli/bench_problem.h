@@ -32,7 +32,7 @@ struct BenchChoice {
 
 // Forward: o and the final state, from no initial state (TTT-linear: from a random one). Backward: every gradient of
 // the inputs, from d_o. Step: one token for each of B states. Gates are precomputed, keys have unit norm, gates, beta,
-// eta and the parameters of norms are fp32.
+// eta and the parameters of norms are fp32. Short convolution: H K channels of width 4, silu, no bias and residual.
 class BenchProblem {
  public:
   virtual ~BenchProblem() = default;
@@ -41,7 +41,7 @@ class BenchProblem {
   virtual std::string run(const Context& context) const = 0;
 
   // Per token and value head F = 6KV + 64(K + V) forward, 3F backward, 7KV for a step. TTT-linear: F = 6D^2 + 96D, and
-  // 8D^2 for a step.
+  // 8D^2 for a step. Short convolution, per token and channel: F = 2W + 4, 3F backward, F for a step.
   virtual double flop() const = 0;
 
   // Every input and output tensor once; the states of a step twice, read and written.

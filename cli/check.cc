@@ -17,6 +17,7 @@
 #include "fastweight/info.h"
 #include "support/delta_rule_case.h"
 #include "support/golden.h"
+#include "support/short_conv_case.h"
 #include "support/ttt_linear_case.h"
 
 namespace fastweight::cli {
@@ -24,6 +25,8 @@ namespace {
 
 using support::DeltaRuleCase;
 using support::DeltaRuleSpec;
+using support::ShortConvCase;
+using support::ShortConvSpec;
 using support::TttLinearCase;
 using support::TttLinearResults;
 using support::TttLinearSpec;
@@ -60,6 +63,8 @@ constexpr HalfBound kHalfBounds[] = {
     {"d_initial_state_bias", 0, 0, 0, 0.005},
 };
 
+constexpr double kHalfShortConv = 0.003;  // one rounding
+
 double half_bound(Op op, const std::string& tensor) {
   const auto found = std::ranges::find_if(kHalfBounds, [&](const HalfBound& row) { return row.tensor == tensor; });
   const HalfBound& row = found == std::end(kHalfBounds) ? kHalfForward : *found;
@@ -71,9 +76,11 @@ double half_bound(Op op, const std::string& tensor) {
     case Op::kKda:
       return row.kda;
     case Op::kTttLinear:
+      return row.ttt_linear;
+    case Op::kShortConv:
       break;
   }
-  return row.ttt_linear;
+  return kHalfShortConv;
 }
 
 bool has_hard_gates(const DeltaRuleCase& problem) {
@@ -87,6 +94,7 @@ bool has_hard_gates(const DeltaRuleCase& problem) {
 
 double fp32_bound(const DeltaRuleCase& problem) { return has_hard_gates(problem) ? kFp32HardGates : kFp32; }
 double fp32_bound(const TttLinearCase&) { return kFp32; }
+double fp32_bound(const ShortConvCase&) { return kFp32; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The built-in problems.
@@ -139,6 +147,23 @@ std::vector<TttLinearSpec> ttt_linear_specs() {
   return specs;
 }
 
+std::vector<ShortConvSpec> short_conv_specs() {
+  std::vector<ShortConvSpec> specs;
+  const auto add = [&](const char* name, int64_t B, int64_t T, int64_t D, int64_t W) -> ShortConvSpec& {
+    ShortConvSpec spec;
+    spec.name = name;
+    spec.B = B, spec.T = T, spec.D = D, spec.W = W;
+    spec.options.activation = Activation::kSilu;
+    return specs.emplace_back(spec);
+  };
+  add("wide", 2, 300, 600, 4);
+  add("odd_width", 1, 70, 61, 3);
+  add("one_token", 3, 1, 32, 4);
+  add("linear", 1, 100, 64, 4).options.activation = Activation::kNone;
+  add("varlen", 1, 150, 32, 4).cu_seqlens = {0, 0, 17, 17, 81, 145, 150, 150};  // three of the seven are empty
+  return specs;
+}
+
 DeltaRuleSpec delta_rule_determinism_spec(Op op) {
   DeltaRuleSpec spec;
   spec.name = "determinism";
@@ -151,6 +176,14 @@ TttLinearSpec ttt_linear_determinism_spec() {
   TttLinearSpec spec;
   spec.name = "determinism";
   spec.B = 2, spec.T = 200, spec.H = 3, spec.D = 64;
+  return spec;
+}
+
+ShortConvSpec short_conv_determinism_spec() {
+  ShortConvSpec spec;
+  spec.name = "determinism";
+  spec.B = 2, spec.T = 600, spec.D = 600;
+  spec.options.activation = Activation::kSilu;
   return spec;
 }
 
@@ -384,6 +417,11 @@ void Checker::check_op(Op op, const std::string& golden_folder) {
       check_golden(op, cases);
     }
   };
+  if (op == Op::kShortConv) {
+    check_built_in(op, short_conv_specs());
+    check_determinism(op, short_conv_determinism_spec());
+    return;
+  }
   if (op == Op::kTttLinear) {
     check_built_in(op, ttt_linear_specs());
     golden_of(has_golden ? support::load_ttt_linear_golden(golden_folder)
@@ -430,7 +468,7 @@ std::string default_golden_folder() {
 int run_check(const std::vector<std::string>& arguments) {
   const std::string folder = default_golden_folder();
   const Flags flags({{"--golden", "DIR", "folder of the golden cases (default: " + folder + ")"},
-                     {"--op", "NAMES", "delta_rule, gdn, kda, ttt_linear; a comma list (default: all)"},
+                     {"--op", "NAMES", "delta_rule, gdn, kda, ttt_linear, short_conv; a comma list (default: all)"},
                      {"--threads", "N", "threads per call (default: every core)"}},
                     arguments);
   if (flags.help()) {

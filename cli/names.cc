@@ -4,6 +4,7 @@
 
 #include "cli/flags.h"
 #include "cli/text.h"
+#include "fastweight/short_conv.h"
 #include "fastweight/ttt_linear.h"
 
 namespace fastweight::cli {
@@ -20,6 +21,7 @@ constexpr Word<Op> kOpWords[] = {{"delta_rule", Op::kDeltaRule},
                                  {"gdn", Op::kGdn},
                                  {"kda", Op::kKda},
                                  {"ttt_linear", Op::kTttLinear},
+                                 {"short_conv", Op::kShortConv},
                                  {"gated_delta_rule", Op::kGdn}};
 constexpr Word<Mode> kModeWords[] = {{"fwd", Mode::kForward},
                                      {"bwd", Mode::kBackward},
@@ -77,16 +79,26 @@ Gate gate_of(Op op) {
       return Gate::kPerChannel;
     case Op::kDeltaRule:
     case Op::kTttLinear:
+    case Op::kShortConv:
       break;
   }
   return Gate::kNone;
 }
 
+namespace {
+
+std::vector<ImplementationInfo> family_of(Op op) {
+  if (op == Op::kTttLinear) return ttt_linear_implementations();
+  if (op == Op::kShortConv) return short_conv_implementations();
+  return delta_rule_implementations();
+}
+
+}  // namespace
+
 std::vector<std::string> implementations(Op op, Mode mode) {
   const char* const long_name = mode == Mode::kForward ? "forward" : mode == Mode::kBackward ? "backward" : "step";
   std::vector<std::string> names;
-  for (const ImplementationInfo& info :
-       op == Op::kTttLinear ? ttt_linear_implementations() : delta_rule_implementations()) {
+  for (const ImplementationInfo& info : family_of(op)) {
     if (info.mode == long_name && info.device == "cpu") names.push_back(info.name);
   }
   return names;

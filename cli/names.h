@@ -11,14 +11,14 @@
 namespace fastweight::cli {
 
 // The first three are the delta-rule family.
-enum class Op { kDeltaRule, kGdn, kKda, kTttLinear };
+enum class Op { kDeltaRule, kGdn, kKda, kTttLinear, kShortConv };
 enum class Mode { kForward, kBackward, kStep };
 
-inline constexpr std::array kOps = {Op::kDeltaRule, Op::kGdn, Op::kKda, Op::kTttLinear};
+inline constexpr std::array kOps = {Op::kDeltaRule, Op::kGdn, Op::kKda, Op::kTttLinear, Op::kShortConv};
 inline constexpr std::array kModes = {Mode::kForward, Mode::kBackward, Mode::kStep};
 inline constexpr std::array kDTypes = {DType::kF32, DType::kBF16, DType::kF16};
 
-std::string op_name(Op op);           // delta_rule, gdn, kda, ttt_linear
+std::string op_name(Op op);           // delta_rule, gdn, kda, ttt_linear, short_conv
 std::string mode_name(Mode mode);     // fwd, bwd, step
 std::string dtype_name(DType dtype);  // fp32, bf16, fp16
 

@@ -6,8 +6,8 @@
  *
  * Functions return FW_OK or a status; fw_last_error() then says what was wrong, and no output has been written, except
  * by FW_OUT_OF_MEMORY and FW_INTERNAL_ERROR, which leave the outputs undefined. What each argument means stands in
- * fastweight/delta_rule.h, fastweight/ttt_linear.h and fastweight/context.h. Any number of threads may call at the same
- * time.
+ * fastweight/delta_rule.h, fastweight/ttt_linear.h, fastweight/short_conv.h and fastweight/context.h. Any number of
+ * threads may call at the same time.
  */
 #ifndef FASTWEIGHT_C_API_H_
 #define FASTWEIGHT_C_API_H_
@@ -38,6 +38,7 @@ typedef enum fw_status {
 enum { FW_F32 = 0, FW_BF16 = 1, FW_F16 = 2, FW_F64 = 3, FW_I32 = 4, FW_I64 = 5 }; /* dtype */
 enum { FW_CPU = 0, FW_CUDA = 1 };                                                 /* device_type */
 enum { FW_GATE_NONE = 0, FW_GATE_PER_HEAD = 1, FW_GATE_PER_CHANNEL = 2 };         /* gate */
+enum { FW_ACTIVATION_NONE = 0, FW_ACTIVATION_SILU = 1 };                          /* activation */
 
 #define FW_MAX_RANK 5
 #define FW_UNSET ((double)INFINITY) /* scale, lower_bound: the default */
@@ -176,6 +177,48 @@ typedef struct fw_ttt_linear_step_args {
   fw_tensor o;             /* [B, T, H, D] */
 } fw_ttt_linear_step_args;
 
+typedef struct fw_short_conv_options {
+  size_t struct_size;
+  int32_t activation;
+} fw_short_conv_options;
+
+typedef struct fw_short_conv_inputs {
+  size_t struct_size;
+  fw_tensor x;             /* [B, T, D] */
+  fw_tensor w;             /* [D, W] */
+  fw_tensor bias;          /* [D]; absent: 0 */
+  fw_tensor initial_state; /* [N, D, W]; absent: 0 */
+  fw_tensor cu_seqlens;    /* [N + 1] */
+} fw_short_conv_inputs;
+
+typedef struct fw_short_conv_forward_args {
+  size_t struct_size;
+  const fw_short_conv_inputs* inputs;
+  const fw_short_conv_options* options;
+  fw_tensor residual;    /* [B, T, D]; absent: 0 */
+  fw_tensor y;           /* [B, T, D] */
+  fw_tensor final_state; /* [N, D, W]; optional */
+} fw_short_conv_forward_args;
+
+typedef struct fw_short_conv_backward_args {
+  size_t struct_size;
+  const fw_short_conv_inputs* inputs;
+  const fw_short_conv_options* options;
+  fw_tensor dy;                             /* [B, T, D]; absent: 0 */
+  fw_tensor d_final_state;                  /* [N, D, W]; absent: 0 */
+  fw_tensor dx, dw, dbias, d_initial_state; /* each optional */
+} fw_short_conv_backward_args;
+
+typedef struct fw_short_conv_step_args {
+  size_t struct_size;
+  const fw_short_conv_inputs* inputs; /* without initial_state */
+  const fw_short_conv_options* options;
+  fw_tensor residual;      /* [B, T, D]; absent: 0 */
+  fw_tensor state;         /* [slots, D, W], read and written */
+  fw_tensor state_indices; /* [N]: the slot of each sequence, -1: skip it; optional */
+  fw_tensor y;             /* [B, T, D] */
+} fw_short_conv_step_args;
+
 FW_API const char* fw_version(void);
 
 /* What the last failed call of this thread had to say; never null. Valid until the thread's next failed call. */
@@ -196,6 +239,11 @@ FW_API void fw_ttt_linear_inputs_init(fw_ttt_linear_inputs* inputs);
 FW_API void fw_ttt_linear_forward_args_init(fw_ttt_linear_forward_args* args);
 FW_API void fw_ttt_linear_backward_args_init(fw_ttt_linear_backward_args* args);
 FW_API void fw_ttt_linear_step_args_init(fw_ttt_linear_step_args* args);
+FW_API void fw_short_conv_options_init(fw_short_conv_options* options);
+FW_API void fw_short_conv_inputs_init(fw_short_conv_inputs* inputs);
+FW_API void fw_short_conv_forward_args_init(fw_short_conv_forward_args* args);
+FW_API void fw_short_conv_backward_args_init(fw_short_conv_backward_args* args);
+FW_API void fw_short_conv_step_args_init(fw_short_conv_step_args* args);
 
 /* `implementation` may be null; otherwise it receives the name of what ran, which lives as long as the program. */
 FW_API fw_status fw_delta_rule_forward(const fw_context* context, const fw_delta_rule_forward_args* args,
@@ -209,6 +257,12 @@ FW_API fw_status fw_ttt_linear_forward(const fw_context* context, const fw_ttt_l
 FW_API fw_status fw_ttt_linear_backward(const fw_context* context, const fw_ttt_linear_backward_args* args,
                                         const char** implementation);
 FW_API fw_status fw_ttt_linear_step(const fw_context* context, const fw_ttt_linear_step_args* args,
+                                    const char** implementation);
+FW_API fw_status fw_short_conv_forward(const fw_context* context, const fw_short_conv_forward_args* args,
+                                       const char** implementation);
+FW_API fw_status fw_short_conv_backward(const fw_context* context, const fw_short_conv_backward_args* args,
+                                        const char** implementation);
+FW_API fw_status fw_short_conv_step(const fw_context* context, const fw_short_conv_step_args* args,
                                     const char** implementation);
 
 /* NT, the chunks along axis 1 of chunk_states. `cu_seqlens` may be null: one length for all. */

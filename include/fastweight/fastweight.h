@@ -5,5 +5,6 @@
 #include "fastweight/delta_rule.h"
 #include "fastweight/error.h"
 #include "fastweight/info.h"
+#include "fastweight/short_conv.h"
 #include "fastweight/tensor.h"
 #include "fastweight/ttt_linear.h"

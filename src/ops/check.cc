@@ -271,7 +271,8 @@ void gradient(const char* name, const TensorView& gradient, const char* input_na
   dtype(name, gradient, {input.dtype, DType::kF32});
 }
 
-void scratch_extent(int64_t batch, int64_t tokens, int64_t num_sequences, int64_t num_heads, int64_t max_head_dim) {
+void scratch_extent(int64_t batch, int64_t tokens, int64_t num_sequences, int64_t num_heads, int64_t max_head_dim,
+                    const char* name) {
   constexpr int64_t kBytesPerItem = 64;
   int64_t per_head = 0;
   bool overflow = __builtin_mul_overflow(num_heads, max_head_dim * max_head_dim * kBytesPerItem, &per_head);
@@ -280,7 +281,7 @@ void scratch_extent(int64_t batch, int64_t tokens, int64_t num_sequences, int64_
   overflow |= __builtin_add_overflow(items, std::max(num_sequences, batch), &items);
   overflow |= __builtin_mul_overflow(items, per_head, &items);
   if (overflow) {
-    invalid("q", "a problem whose scratch memory fits the address space",
+    invalid(name, "a problem whose scratch memory fits the address space",
             "batch " + std::to_string(batch) + ", tokens " + std::to_string(tokens) + ", heads " +
                 std::to_string(num_heads));
   }

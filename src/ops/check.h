@@ -67,7 +67,8 @@ void gradient(const char* name, const TensorView& gradient, const char* input_na
 
 // Kernels index scratch memory of the order of all tokens and of all chunk states; 64 bits must suffice for it. Only
 // broadcast inputs can be that large.
-void scratch_extent(int64_t batch, int64_t tokens, int64_t num_sequences, int64_t num_heads, int64_t max_head_dim);
+void scratch_extent(int64_t batch, int64_t tokens, int64_t num_sequences, int64_t num_heads, int64_t max_head_dim,
+                    const char* name = "q");
 
 // Memory. A view that is written must have elements of its own: none twice, and none of another view of the call.
 // Both tests are sufficient conditions; they accept every dense view and every slice of a packed buffer.

@@ -75,14 +75,15 @@ TEST_F(Tool, TellsItsVersionAndHelps) {
 TEST_F(Tool, InfoListsTheImplementations) {
   const Outcome text = run("info");
   EXPECT_EQ(text.exit_code, 0);
-  for (const char* part : {"SIMD target", "cuda: not built", "delta_rule", "gdn", "kda", "ttt_linear", "reference"}) {
+  for (const char* part :
+       {"SIMD target", "cuda: not built", "delta_rule", "gdn", "kda", "ttt_linear", "short_conv", "reference"}) {
     EXPECT_TRUE(contains(text.output, part)) << part << " in\n" << text.output;
   }
   const Outcome json_text = run("info --json");
   EXPECT_EQ(json_text.exit_code, 0);
   const auto json = nlohmann::json::parse(json_text.output);
   EXPECT_EQ(json.at("devices"), nlohmann::json::array({"cpu"}));
-  for (const char* op : {"delta_rule", "gdn", "kda", "ttt_linear"}) {
+  for (const char* op : {"delta_rule", "gdn", "kda", "ttt_linear", "short_conv"}) {
     for (const char* mode : {"fwd", "bwd", "step"}) {
       EXPECT_EQ(json.at("implementations").at(op).at(mode).back(), "reference");
     }
@@ -136,6 +137,13 @@ TEST_F(Tool, BenchMeasuresTttLinear) {
     EXPECT_EQ(record.at("K"), 16);
     EXPECT_EQ(record.at("V"), 16);
   }
+}
+
+TEST_F(Tool, BenchMeasuresShortConv) {
+  const Outcome bench =
+      run("bench --threads 1 --min-time 0 --repeat 1 --op short_conv --shape T=20,H=2,D=16 --varlen 3");
+  EXPECT_EQ(bench.exit_code, 0) << bench.output;
+  EXPECT_TRUE(contains(bench.output, "short_conv")) << bench.output;
 }
 
 TEST_F(Tool, BenchSkipsOperatorsThatAShapeDoesNotFit) {

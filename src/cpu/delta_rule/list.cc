@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "cpu/declines.h"
 #include "cpu/delta_rule/implementations.h"
 #include "cpu/delta_rule/work.h"
 #include "ops/sequences.h"
@@ -10,22 +11,9 @@ namespace fastweight::cpu {
 namespace {
 
 template <class Problem>
-std::string takes_all(const Problem&) {
-  return {};
-}
-template <class Problem>
-std::string no_fp64(const Problem& problem) {
-  return problem.has_fp64 ? "computes in fp32; fp64 tensors run on the reference" : "";
-}
-template <class Problem>
 std::string no_beta_per_value(const Problem& problem) {
   if (problem.args.in.beta.rank == 4) return "beta per value channel has no chunk form";
   return no_fp64(problem);
-}
-
-template <class Problem>
-bool always(const Problem&) {
-  return true;
 }
 
 bool has_long_sequence(const DeltaRuleForwardProblem& problem) {

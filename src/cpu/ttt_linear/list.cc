@@ -2,24 +2,11 @@
 
 #include <string>
 
+#include "cpu/declines.h"
 #include "cpu/ttt_linear/implementations.h"
 
 namespace fastweight::cpu {
 namespace {
-
-template <class Problem>
-std::string takes_all(const Problem&) {
-  return {};
-}
-template <class Problem>
-std::string no_fp64(const Problem& problem) {
-  return problem.has_fp64 ? "computes in fp32; fp64 tensors run on the reference" : "";
-}
-
-template <class Problem>
-bool always(const Problem&) {
-  return true;
-}
 
 constexpr Implementation<TttLinearForwardProblem> kForward[] = {
     {"chunk", no_fp64, always, ttt::chunk_forward},
