@@ -104,6 +104,27 @@ int64_t num_sequences(const Tensor& q, const OptionalTensor& cu_seqlens) {
   return cu_seqlens.has_value() ? cu_seqlens->numel() - 1 : q.size(0);
 }
 
+namespace {
+
+Tensor gradient(const Gradients& gradients, int i, const char* name, const OptionalTensor& input,
+                std::optional<ScalarType> dtype, TensorView& destination) {
+  if (!(gradients.asked_for >> i & 1) || !input.has_value()) return nothing();
+  const auto shape = input->sizes();
+  const Tensor result = dense(gradients.q, {shape.begin(), shape.end()}, dtype.value_or(input->scalar_type()));
+  destination = view(name, result);
+  return result;
+}
+
+}  // namespace
+
+Tensor Gradients::operator()(int i, const char* name, const OptionalTensor& input, TensorView& destination) const {
+  return gradient(*this, i, name, input, std::nullopt, destination);
+}
+
+Tensor Gradients::of_state(int i, const char* name, const OptionalTensor& input, TensorView& destination) const {
+  return gradient(*this, i, name, input, state_dtype(q), destination);
+}
+
 void rethrow(std::exception_ptr error) {
   try {
     std::rethrow_exception(error);

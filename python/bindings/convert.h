@@ -57,11 +57,24 @@ Tensor dense_like(const Tensor& like);
 // An output that was not asked for; None in Python. Operators return a fixed number of tensors.
 inline Tensor nothing() { return Tensor(); }
 
-// What is written is fp32, or fp64 in an fp64 problem.
+// Outputs are made before the library has seen the arguments: an axis that is not there counts as empty.
+inline int64_t extent(const Tensor& tensor, int64_t axis) { return axis < tensor.dim() ? tensor.size(axis) : 0; }
+
+// States are fp32, in an fp64 problem fp64.
 ScalarType state_dtype(const Tensor& q);
 
 // Sequences: the batch, or what cu_seqlens counts.
 int64_t num_sequences(const Tensor& q, const OptionalTensor& cu_seqlens);
+
+// The outputs of a backward: the gradient of input i, where there is one and bit i of `asked_for` is set. It has the
+// shape and type of its input; that of a state has the type of states.
+struct Gradients {
+  const Tensor& q;
+  int64_t asked_for;
+
+  Tensor operator()(int i, const char* name, const OptionalTensor& input, TensorView& destination) const;
+  Tensor of_state(int i, const char* name, const OptionalTensor& input, TensorView& destination) const;
+};
 
 // Calls the library. Its errors arrive in Python as a RuntimeError whose text begins with the name of the class that
 // _library.py raises instead, in brackets: the stable ABI has no other way to choose a class.

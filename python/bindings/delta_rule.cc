@@ -62,9 +62,6 @@ DeltaRuleOptions take_options(Arguments& arguments) {
   return options;
 }
 
-// The outputs are made before the library has seen the arguments; it takes no notice of shapes that do not fit.
-int64_t extent(const Tensor& tensor, int64_t axis) { return axis < tensor.dim() ? tensor.size(axis) : 0; }
-
 // [*leading, HV, K, V], or [.., V, K].
 std::vector<int64_t> state_shape(std::vector<int64_t> leading, const Inputs& in, bool state_v_first) {
   const int64_t k = extent(in.q, 3), v = extent(in.v, 3);
@@ -121,12 +118,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
     args.d_final_state = view("d_final_state", d_final_state);
     args.chunk_states = view("chunk_states", chunk_states);
 
-    const auto output = [&](int input, const char* name, const OptionalTensor& like, TensorView& destination) {
-      if (!(gradients >> input & 1) || !like.has_value()) return nothing();
-      const Tensor gradient = dense_like(*like);
-      destination = view(name, gradient);
-      return gradient;
-    };
+    const Gradients output{in.q, gradients};
     const Tensor dq = output(0, "dq", in.q, args.dq);
     const Tensor dk = output(1, "dk", in.k, args.dk);
     const Tensor dv = output(2, "dv", in.v, args.dv);
@@ -134,12 +126,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
     const Tensor dbeta = output(4, "dbeta", in.beta, args.dbeta);
     const Tensor da_log = output(5, "dA_log", in.a_log, args.da_log);
     const Tensor ddt_bias = output(6, "ddt_bias", in.dt_bias, args.ddt_bias);
-    Tensor d_initial_state = nothing();
-    if ((gradients >> 7 & 1) && in.initial_state.has_value()) {
-      const auto shape = in.initial_state->sizes();
-      d_initial_state = dense(in.q, {shape.begin(), shape.end()}, state_dtype(in.q));
-      args.d_initial_state = view("d_initial_state", d_initial_state);
-    }
+    const Tensor d_initial_state = output.of_state(7, "d_initial_state", in.initial_state, args.d_initial_state);
     delta_rule_backward(context_of(in.q), args);
     give(stack, dq, dk, dv, dg, dbeta, da_log, ddt_bias, d_initial_state);
   });

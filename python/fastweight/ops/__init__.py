@@ -8,15 +8,19 @@ from .gated_delta_rule import (
     fused_recurrent_gdn,
 )
 from .kda import chunk_kda, fused_recurrent_kda
+from .ttt_linear import chunk_ttt_linear, fused_chunk_ttt_linear, ttt_linear_step
 
 __all__ = [
     "chunk_delta_rule",
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "chunk_kda",
+    "chunk_ttt_linear",
     "delta_rule_step",
+    "fused_chunk_ttt_linear",
     "fused_recurrent_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_kda",
+    "ttt_linear_step",
 ]

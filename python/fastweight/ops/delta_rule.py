@@ -89,9 +89,11 @@ def _forward(q, k, v, beta, scale, initial_state, output_final_state, qk_l2norm,
         raise ValueError(f"v: expected the {q.shape[2]} heads of q, got {v.shape[2]}")
     o, final_state, _ = _delta_rule.forward(
         (q, k, v, None, beta, None, None, initial_state, cu_seqlens),
-        (_delta_rule.NONE, scale, chunk_size, False, qk_l2norm, False, False, False, False, None),
-        output_final_state,
-    )
+        (
+            _delta_rule.NONE, scale, chunk_size, False, qk_l2norm, False, False, False, False, None,
+            output_final_state, None,
+        ),
+    )  # fmt: skip
     return o, final_state
 
 

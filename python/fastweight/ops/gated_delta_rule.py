@@ -90,9 +90,8 @@ def chunk_gated_delta_rule(
         (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
         (
             _delta_rule.PER_HEAD, scale, chunk_size, state_v_first, use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, False, None,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, False, None, output_final_state, None,
         ),
-        output_final_state,
     )  # fmt: skip
     return o, final_state
 
@@ -151,9 +150,8 @@ def fused_recurrent_gated_delta_rule(
         (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
         (
             gate, scale, 64, state_v_first, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-            use_gate_in_kernel, False, None,
+            use_gate_in_kernel, False, None, output_final_state, None,
         ),
-        output_final_state,
     )  # fmt: skip
     return o, final_state
 

@@ -123,9 +123,8 @@ def chunk_kda(
         (
             _delta_rule.PER_CHANNEL, scale, chunk_size, state_v_first, use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, safe_gate, lower_bound,
+            output_final_state, chunk_states_dtype,
         ),
-        output_final_state,
-        chunk_states_dtype,
     )  # fmt: skip
     if return_intermediate_states:
         return o, final_state, chunk_states
@@ -165,8 +164,7 @@ def fused_recurrent_kda(
         (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
         (
             _delta_rule.PER_CHANNEL, scale, 64, state_v_first, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-            allow_neg_eigval, use_gate_in_kernel, False, lower_bound,
+            allow_neg_eigval, use_gate_in_kernel, False, lower_bound, output_final_state, None,
         ),
-        output_final_state,
     )  # fmt: skip
     return o, final_state
