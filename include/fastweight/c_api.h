@@ -6,8 +6,8 @@
  *
  * Functions return FW_OK or a status; fw_last_error() then says what was wrong, and no output has been written, except
  * by FW_OUT_OF_MEMORY and FW_INTERNAL_ERROR, which leave the outputs undefined. What each argument means stands in
- * fastweight/delta_rule.h, fastweight/ttt_linear.h, fastweight/short_conv.h and fastweight/context.h. Any number of
- * threads may call at the same time.
+ * fastweight/delta_rule.h, fastweight/ttt_linear.h, fastweight/short_conv.h, fastweight/blocks.h and
+ * fastweight/context.h. Any number of threads may call at the same time.
  */
 #ifndef FASTWEIGHT_C_API_H_
 #define FASTWEIGHT_C_API_H_
@@ -218,6 +218,97 @@ typedef struct fw_short_conv_step_args {
   fw_tensor state_indices; /* [N]: the slot of each sequence, -1: skip it; optional */
   fw_tensor y;             /* [B, T, D] */
 } fw_short_conv_step_args;
+/* The building blocks: one struct per call, its inputs first. */
+typedef struct fw_chunk_local_cumsum_args {
+  size_t struct_size;
+  fw_tensor x;          /* [B, T, HV] or [B, T, HV, K] */
+  fw_tensor cu_seqlens; /* [N + 1]; optional, as in all that follow */
+  int32_t chunk_size;
+  int32_t reverse;
+  fw_tensor y; /* like x */
+} fw_chunk_local_cumsum_args;
+
+typedef struct fw_scaled_dot_kkt_forward_args {
+  size_t struct_size;
+  fw_tensor k;     /* [B, T, H, K] */
+  fw_tensor beta;  /* [B, T, HV]; absent: 1 */
+  fw_tensor gamma; /* [B, T, HV] or [B, T, HV, K]; absent: 0 */
+  fw_tensor cu_seqlens;
+  fw_tensor a; /* [B, T, HV, C] */
+} fw_scaled_dot_kkt_forward_args;
+
+typedef struct fw_scaled_dot_kkt_backward_args {
+  size_t struct_size;
+  fw_tensor k, beta, gamma, cu_seqlens;
+  fw_tensor da;                /* [B, T, HV, C] */
+  fw_tensor dk, dbeta, dgamma; /* each optional */
+} fw_scaled_dot_kkt_backward_args;
+
+typedef struct fw_solve_tril_forward_args {
+  size_t struct_size;
+  fw_tensor a; /* [B, T, HV, C] */
+  fw_tensor cu_seqlens;
+  fw_tensor j; /* [B, T, HV, C] */
+} fw_solve_tril_forward_args;
+
+typedef struct fw_solve_tril_backward_args {
+  size_t struct_size;
+  fw_tensor j, dj; /* [B, T, HV, C] */
+  fw_tensor cu_seqlens;
+  fw_tensor da; /* [B, T, HV, C] */
+} fw_solve_tril_backward_args;
+
+typedef struct fw_wy_forward_args {
+  size_t struct_size;
+  fw_tensor k;           /* [B, T, H, K] */
+  fw_tensor v;           /* [B, T, HV, V] */
+  fw_tensor beta, gamma; /* as above */
+  fw_tensor j;           /* [B, T, HV, C] */
+  fw_tensor cu_seqlens;
+  fw_tensor w; /* [B, T, HV, K]; optional */
+  fw_tensor u; /* [B, T, HV, V]; optional */
+} fw_wy_forward_args;
+
+typedef struct fw_wy_backward_args {
+  size_t struct_size;
+  fw_tensor k, v, beta, gamma, j, cu_seqlens;
+  fw_tensor dw, du;                    /* absent: 0 */
+  fw_tensor dk, dv, dbeta, dgamma, da; /* each optional */
+} fw_wy_backward_args;
+
+typedef struct fw_l2norm_forward_args {
+  size_t struct_size;
+  fw_tensor x; /* [.., D] */
+  double eps;
+  fw_tensor y;    /* like x */
+  fw_tensor rstd; /* [..]; optional */
+} fw_l2norm_forward_args;
+
+typedef struct fw_l2norm_backward_args {
+  size_t struct_size;
+  fw_tensor y, rstd, dy;
+  fw_tensor dx; /* like y */
+} fw_l2norm_backward_args;
+
+typedef struct fw_gate_activation_forward_args {
+  size_t struct_size;
+  fw_tensor x;       /* [B, T, HV] or [B, T, HV, K] */
+  fw_tensor a_log;   /* [HV] */
+  fw_tensor dt_bias; /* [HV] per head, [HV * K] or [HV, K] per channel; optional */
+  fw_tensor cu_seqlens;
+  double lower_bound; /* FW_UNSET: none */
+  int32_t chunk_size; /* 0: g is not summed within chunks */
+  fw_tensor g;        /* like x */
+} fw_gate_activation_forward_args;
+
+typedef struct fw_gate_activation_backward_args {
+  size_t struct_size;
+  fw_tensor x, a_log, dt_bias, cu_seqlens;
+  double lower_bound;
+  int32_t chunk_size;
+  fw_tensor dg;                   /* like x */
+  fw_tensor dx, da_log, ddt_bias; /* each optional */
+} fw_gate_activation_backward_args;
 
 FW_API const char* fw_version(void);
 
@@ -244,6 +335,17 @@ FW_API void fw_short_conv_inputs_init(fw_short_conv_inputs* inputs);
 FW_API void fw_short_conv_forward_args_init(fw_short_conv_forward_args* args);
 FW_API void fw_short_conv_backward_args_init(fw_short_conv_backward_args* args);
 FW_API void fw_short_conv_step_args_init(fw_short_conv_step_args* args);
+FW_API void fw_chunk_local_cumsum_args_init(fw_chunk_local_cumsum_args* args);
+FW_API void fw_scaled_dot_kkt_forward_args_init(fw_scaled_dot_kkt_forward_args* args);
+FW_API void fw_scaled_dot_kkt_backward_args_init(fw_scaled_dot_kkt_backward_args* args);
+FW_API void fw_solve_tril_forward_args_init(fw_solve_tril_forward_args* args);
+FW_API void fw_solve_tril_backward_args_init(fw_solve_tril_backward_args* args);
+FW_API void fw_wy_forward_args_init(fw_wy_forward_args* args);
+FW_API void fw_wy_backward_args_init(fw_wy_backward_args* args);
+FW_API void fw_l2norm_forward_args_init(fw_l2norm_forward_args* args);
+FW_API void fw_l2norm_backward_args_init(fw_l2norm_backward_args* args);
+FW_API void fw_gate_activation_forward_args_init(fw_gate_activation_forward_args* args);
+FW_API void fw_gate_activation_backward_args_init(fw_gate_activation_backward_args* args);
 
 /* `implementation` may be null; otherwise it receives the name of what ran, which lives as long as the program. */
 FW_API fw_status fw_delta_rule_forward(const fw_context* context, const fw_delta_rule_forward_args* args,
@@ -264,6 +366,28 @@ FW_API fw_status fw_short_conv_backward(const fw_context* context, const fw_shor
                                         const char** implementation);
 FW_API fw_status fw_short_conv_step(const fw_context* context, const fw_short_conv_step_args* args,
                                     const char** implementation);
+
+FW_API fw_status fw_chunk_local_cumsum(const fw_context* context, const fw_chunk_local_cumsum_args* args,
+                                       const char** implementation);
+FW_API fw_status fw_scaled_dot_kkt_forward(const fw_context* context, const fw_scaled_dot_kkt_forward_args* args,
+                                           const char** implementation);
+FW_API fw_status fw_scaled_dot_kkt_backward(const fw_context* context, const fw_scaled_dot_kkt_backward_args* args,
+                                            const char** implementation);
+FW_API fw_status fw_solve_tril_forward(const fw_context* context, const fw_solve_tril_forward_args* args,
+                                       const char** implementation);
+FW_API fw_status fw_solve_tril_backward(const fw_context* context, const fw_solve_tril_backward_args* args,
+                                        const char** implementation);
+FW_API fw_status fw_wy_forward(const fw_context* context, const fw_wy_forward_args* args, const char** implementation);
+FW_API fw_status fw_wy_backward(const fw_context* context, const fw_wy_backward_args* args,
+                                const char** implementation);
+FW_API fw_status fw_l2norm_forward(const fw_context* context, const fw_l2norm_forward_args* args,
+                                   const char** implementation);
+FW_API fw_status fw_l2norm_backward(const fw_context* context, const fw_l2norm_backward_args* args,
+                                    const char** implementation);
+FW_API fw_status fw_gate_activation_forward(const fw_context* context, const fw_gate_activation_forward_args* args,
+                                            const char** implementation);
+FW_API fw_status fw_gate_activation_backward(const fw_context* context, const fw_gate_activation_backward_args* args,
+                                             const char** implementation);
 
 /* NT, the chunks along axis 1 of chunk_states. `cu_seqlens` may be null: one length for all. */
 FW_API fw_status fw_delta_rule_num_chunks(int64_t tokens, const fw_tensor* cu_seqlens, int32_t chunk_size,

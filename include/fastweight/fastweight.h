@@ -1,6 +1,7 @@
 // Everything that is public.
 #pragma once
 
+#include "fastweight/blocks.h"
 #include "fastweight/context.h"
 #include "fastweight/delta_rule.h"
 #include "fastweight/error.h"

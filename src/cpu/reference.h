@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -58,6 +59,11 @@ inline double dot(const double* x, const double* y, int64_t count) {
 inline void add_scaled(double a, const double* x, int64_t count, double* y) {
   for (int64_t i = 0; i < count; ++i) y[i] += a * x[i];
 }
+
+// Activations -------------------------------------------------------------------------------------------------------
+
+inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+inline double softplus(double x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
 // The loop ----------------------------------------------------------------------------------------------------------
 

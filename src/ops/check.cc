@@ -202,6 +202,19 @@ void in_range(const char* name, int64_t value, int64_t low, int64_t high) {
   invalid(name, "a value from " + std::to_string(low) + " to " + std::to_string(high), std::to_string(value));
 }
 
+void chunk_size(int64_t value) {
+  if (value != 16 && value != 32 && value != 64) invalid("chunk_size", "16, 32 or 64", std::to_string(value));
+}
+
+void parameter(const char* name, const TensorView& view, int64_t count) {
+  floating(name, view);
+  if (view.rank == 1 && view.shape[0] == count) return;
+  int64_t elements = 1;
+  for (size_t axis = 0; axis < static_cast<size_t>(view.rank); ++axis) elements *= view.shape[axis];
+  if (elements != count) shape(name, view, {count});
+  if (!is_dense(view)) invalid(name, "a dense tensor", "strides " + strides_text(view));
+}
+
 void integer_vector(const char* name, const TensorView& view) {
   rank(name, view, 1);
   dtype(name, view, {DType::kI32, DType::kI64});

@@ -51,6 +51,11 @@ void dtype(const char* name, const TensorView& view, std::initializer_list<DType
 void floating(const char* name, const TensorView& view);
 void in_range(const char* name, int64_t value, int64_t low, int64_t high);
 
+void chunk_size(int64_t value);  // 16, 32 or 64
+
+// A vector of parameters: [count], or any shape with that many elements if it is dense.
+void parameter(const char* name, const TensorView& view, int64_t count);
+
 // A [count] vector of int32 or int64 that is not a broadcast.
 void integer_vector(const char* name, const TensorView& view);
 

@@ -84,11 +84,6 @@ std::string gate_text(Gate gate) {
   return std::to_string(static_cast<int32_t>(gate));
 }
 
-void check_chunk_size(int32_t chunk_size) {
-  if (chunk_size == 16 || chunk_size == 32 || chunk_size == 64) return;
-  invalid("chunk_size", "16, 32 or 64", std::to_string(chunk_size));
-}
-
 void check_lower_bound(const DeltaRuleOptions& options) {
   const double bound = options.lower_bound;
   if (bound == DeltaRuleOptions::kUnset) {
@@ -114,7 +109,7 @@ void check_options(const DeltaRuleOptions& options) {
   if (!std::isfinite(options.scale) && options.scale != DeltaRuleOptions::kUnset) {
     invalid("scale", "a finite number", check::text(options.scale));
   }
-  check_chunk_size(options.chunk_size);
+  check::chunk_size(options.chunk_size);
   if (options.allow_neg_eigval && !options.beta_sigmoid) {
     invalid("allow_neg_eigval", "false without beta_sigmoid", "true");
   }
@@ -206,22 +201,12 @@ void check_gate(const DeltaRuleInputs& in, const DeltaRuleOptions& options, cons
   }
 }
 
-// A vector of parameters: [count], or any shape with that many elements if it is dense.
-void check_parameter(const char* name, const TensorView& view, int64_t count) {
-  check::floating(name, view);
-  if (view.rank == 1 && view.shape[0] == count) return;
-  int64_t elements = 1;
-  for (size_t axis = 0; axis < static_cast<size_t>(view.rank); ++axis) elements *= view.shape[axis];
-  if (elements != count) check::shape(name, view, {count});
-  if (!check::is_dense(view)) invalid(name, "a dense tensor", "strides " + check::strides_text(view));
-}
-
 void check_dt_bias(const char* name, const TensorView& view, Gate gate, const DeltaRuleSizes& sizes) {
   if (gate == Gate::kPerChannel && view.rank == 2) {
     check::floating(name, view);
     check::shape(name, view, {sizes.num_value_heads, sizes.head_dim_k});
   } else {
-    check_parameter(name, view, sizes.num_value_heads * (gate == Gate::kPerChannel ? sizes.head_dim_k : 1));
+    check::parameter(name, view, sizes.num_value_heads * (gate == Gate::kPerChannel ? sizes.head_dim_k : 1));
   }
 }
 
@@ -232,7 +217,7 @@ void check_gate_parameters(const DeltaRuleInputs& in, const DeltaRuleOptions& op
     return;
   }
   if (in.a_log.present()) {
-    check_parameter("a_log", in.a_log, sizes.num_value_heads);
+    check::parameter("a_log", in.a_log, sizes.num_value_heads);
   } else if (options.lower_bound == DeltaRuleOptions::kUnset) {
     invalid("a_log", "a tensor with gate_in_kernel and no lower_bound", "none");
   }
@@ -311,7 +296,7 @@ void check_rest(const DeltaRuleBackward& args, const DeltaRuleSizes& sizes) {
   check::gradient("dbeta", args.dbeta, "beta", in.beta);
   check::gradient("da_log", args.da_log, "a_log", in.a_log);
   check::gradient("ddt_bias", args.ddt_bias, "dt_bias", in.dt_bias);
-  if (args.da_log.present()) check_parameter("da_log", args.da_log, sizes.num_value_heads);
+  if (args.da_log.present()) check::parameter("da_log", args.da_log, sizes.num_value_heads);
   if (args.ddt_bias.present()) check_dt_bias("ddt_bias", args.ddt_bias, args.options.gate, sizes);
   if (args.d_initial_state.present()) {
     if (!in.initial_state.present()) invalid("d_initial_state", "none without initial_state", "a tensor");
@@ -448,7 +433,7 @@ std::string delta_rule_step(const Context& context, const DeltaRuleStep& args) {
 
 int64_t delta_rule_num_chunks(int64_t tokens, const TensorView& cu_seqlens, int32_t chunk_size) {
   if (tokens < 0) invalid("tokens", "0 or more", std::to_string(tokens));
-  check_chunk_size(chunk_size);
+  check::chunk_size(chunk_size);
   check::well_formed("cu_seqlens", cu_seqlens);
   if (cu_seqlens.present()) check::cu_seqlens(cu_seqlens, tokens);
   return count_chunks(tokens, cu_seqlens, chunk_size);

@@ -43,20 +43,6 @@ struct GateSums {
   double* ddt_bias;  // [K] per channel, else [1]
 };
 
-// Through y = x rstd, x's norm included:  dx = rstd (dy - y (y . dy)).
-HWY_INLINE void l2_adjoint(const float* y, const float* rstd, int64_t ld, int64_t n, float* dy) {
-  for (int64_t i = 0; i < n; ++i) {
-    Vec dot = zero();
-    for (int64_t d = 0; d < ld; d += kLanes) dot = fma(load(y + i * ld + d), load(dy + i * ld + d), dot);
-    const Vec along = broadcast(sum_of_lanes(dot));
-    const Vec r = broadcast(rstd[i]);
-    for (int64_t d = 0; d < ld; d += kLanes) {
-      float* x = dy + i * ld + d;
-      store(hn::Mul(r, fnma(load(y + i * ld + d), along, load(x))), x);
-    }
-  }
-}
-
 // dq and dk of a block, complete sums, to the caller. Overwrites them.
 HWY_INLINE void finish_keys(const DeltaRuleBackward& args, const Head& head, int64_t token, const Block& block,
                             float* dq, float* dk) {
@@ -82,26 +68,16 @@ HWY_INLINE void beta_adjoint(const DeltaRuleOptions& options, const float* beta,
   }
 }
 
-// Through the gate activation at raw values x (overwritten by dA_log's terms):
-//     g = -a softplus(z):        dx = -a sigmoid(z) dg,         dA_log: dg g
-//     g = bound sigmoid(a z):    dx = bound y (1 - y) a dg,     dA_log: dx z          z = x + bias,  y = sigmoid(a z)
+// Through the gate activation at raw values x, which dA_log's terms overwrite.
 HWY_INLINE void gate_adjoint(const Head& head, float* x, float* dg, int64_t count) {
   const Vec a = broadcast(head.a);
-  const Vec one = broadcast(1.0f);
   const bool bounded = std::isfinite(head.options->lower_bound);
   const Vec bound = broadcast(bounded ? static_cast<float>(head.options->lower_bound) : 0.0f);
   for (int64_t i = 0; i < count; i += kLanes) {
     const Vec z = head.bias == nullptr ? load(x + i) : hn::Add(load(x + i), load(head.bias + i));
-    const Vec dy = load(dg + i);
-    if (bounded) {
-      const Vec y = sigmoid(hn::Mul(a, z));
-      const Vec dx = hn::Mul(hn::Mul(bound, hn::Mul(y, hn::Sub(one, y))), hn::Mul(a, dy));
-      store(dx, dg + i);
-      store(hn::Mul(dx, z), x + i);
-    } else {
-      store(hn::Neg(hn::Mul(hn::Mul(a, sigmoid(z)), dy)), dg + i);
-      store(hn::Neg(hn::Mul(hn::Mul(a, softplus(z)), dy)), x + i);
-    }
+    const GateGradient d = log_decay_adjoint(z, a, bounded, bound, load(dg + i));
+    store(d.x, dg + i);
+    store(d.a_log, x + i);
   }
 }
 

@@ -15,6 +15,8 @@
 #include <cstring>
 
 #include "cpu/element.h"
+#include "cpu/gate-inl.h"
+#include "cpu/l2norm-inl.h"
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/matmul-inl.h"
 #include "cpu/token_rows-inl.h"
@@ -27,7 +29,6 @@ namespace fastweight::cpu::HWY_NAMESPACE {
 
 inline constexpr int64_t kBlock = 16;
 inline constexpr int64_t kTokenVecs = kBlock / kLanes;
-inline constexpr float kL2Epsilon = 1e-6f;
 
 // Row i of the identity at kIdentity + 16 i.
 struct Identity {
@@ -79,8 +80,7 @@ HWY_INLINE void gate_activation(const Head& head, float* x, int64_t count) {
   const Vec bound = broadcast(bounded ? static_cast<float>(head.options->lower_bound) : 0.0f);
   for (int64_t i = 0; i < count; i += kLanes) {
     const Vec z = head.bias == nullptr ? load(x + i) : hn::Add(load(x + i), load(head.bias + i));
-    const Vec g = bounded ? hn::Mul(bound, sigmoid(hn::Mul(a, z))) : hn::Neg(hn::Mul(a, softplus(z)));
-    store(g, x + i);
+    store(log_decay(z, a, bounded, bound), x + i);
   }
 }
 
@@ -128,18 +128,6 @@ struct Block {
   const float* A() const { return pairs; }
   const float* P() const { return pairs + kBlock * kBlock; }
 };
-
-// rows x = x / sqrt(sum x^2 + eps)
-HWY_INLINE void normalise_rows(float* x, int64_t ld, int64_t n, float* rstd) {
-  for (int64_t i = 0; i < n; ++i) {
-    float* row = x + i * ld;
-    Vec sum = zero();
-    for (int64_t d = 0; d < ld; d += kLanes) sum = fma(load(row + d), load(row + d), sum);
-    rstd[i] = 1.0f / std::sqrt(sum_of_lanes(sum) + kL2Epsilon);
-    const Vec r = broadcast(rstd[i]);
-    for (int64_t d = 0; d < ld; d += kLanes) store(hn::Mul(load(row + d), r), row + d);
-  }
-}
 
 // The rows of tokens [token, token + 16) that belong to the head's sequence.
 HWY_INLINE void prefetch_rows(const TensorView& x, const Head& head, int64_t x_head, int64_t token, int64_t first,

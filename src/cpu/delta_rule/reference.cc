@@ -22,9 +22,6 @@
 namespace fastweight::cpu {
 namespace {
 
-double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
-double softplus(double x) { return x > 20 ? x : std::log1p(std::exp(x)); }
-
 // The operator: sizes, inputs and options with the meaning of the options -------------------------------------------
 
 // One token of one value head after the options have been applied. All rows have full width.

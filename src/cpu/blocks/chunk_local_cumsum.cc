@@ -1,0 +1,74 @@
+// Chunk-local sums of rows:  y_i = y_{i-1} + x_i, from the first token of a chunk, or from the last in reverse.
+#include "cpu/blocks/implementations.h"
+#include "cpu/simd/targets.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/blocks/chunk_local_cumsum.cc"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+
+#include "cpu/blocks/chunk-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fastweight::cpu::HWY_NAMESPACE {
+namespace blocks {
+namespace {
+
+struct CumsumScratch {
+  int64_t ld;
+  float* row = nullptr;  // [ld]
+  float* sum = nullptr;  // [ld]
+
+  void carve(Carver& carver) {
+    row = carver.take<float>(ld);
+    sum = carver.take<float>(ld);
+  }
+};
+
+}  // namespace
+
+void chunk_local_cumsum(const BlockProblem<ChunkLocalCumsum>& problem, const Context& context) {
+  const ChunkLocalCumsum& args = problem.args;
+  const TensorView &x = args.x, &y = args.y;
+  const BlockSizes& sizes = problem.sizes;
+  const int64_t heads = x.shape[2], width = x.shape[3];
+  const auto chunks = chunk_table(sizes.batch, sizes.tokens, args.cu_seqlens, sizes.chunk_size);
+  for_each_item(static_cast<int64_t>(chunks.size()) * heads, sizes.batch * sizes.tokens * heads * width, context,
+                CumsumScratch{padded_width(width)}, [&](int64_t item, const CumsumScratch& s) HWY_ATTR {
+                  const Chunk& chunk = chunks[static_cast<size_t>(item / heads)];
+                  const int64_t h = item % heads;
+                  std::memset(s.sum, 0, static_cast<size_t>(s.ld) * sizeof(float));
+                  for (int64_t n = 0; n < chunk.length; ++n) {
+                    const int64_t t = chunk.begin + (args.reverse ? chunk.length - 1 - n : n);
+                    load_row(row_of(x, chunk.batch, t, h), x.dtype, x.strides[3], width, s.row, s.ld);
+                    for (int64_t d = 0; d < s.ld; d += kLanes) {
+                      store(hn::Add(load(s.sum + d), load(s.row + d)), s.sum + d);
+                    }
+                    store_row(s.sum, row_of(y, chunk.batch, t, h), y.dtype, y.strides[3], width);
+                  }
+                });
+}
+
+}  // namespace blocks
+
+void block_chunk_local_cumsum(const BlockProblem<ChunkLocalCumsum>& problem, const Context& context) {
+  blocks::chunk_local_cumsum(problem, context);
+}
+
+}  // namespace fastweight::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace fastweight::cpu {
+namespace {
+
+HWY_EXPORT(block_chunk_local_cumsum);
+
+}  // namespace
+
+void blocks::simd(const BlockProblem<ChunkLocalCumsum>& problem, const Context& context) {
+  HWY_DYNAMIC_DISPATCH(block_chunk_local_cumsum)(problem, context);
+}
+
+}  // namespace fastweight::cpu
+#endif

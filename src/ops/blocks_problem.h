@@ -1,0 +1,33 @@
+// What the implementations of the building blocks receive: validated arguments and the sizes read off them.
+#pragma once
+
+#include <cstdint>
+
+#include "fastweight/blocks.h"
+#include "fastweight/delta_rule.h"
+
+namespace fastweight {
+
+// Those that a block does not have stay 0; the l2 norm has none.
+struct BlockSizes {
+  int64_t batch = 0;            // B
+  int64_t tokens = 0;           // T
+  int64_t num_heads = 0;        // H
+  int64_t num_value_heads = 0;  // HV
+  int64_t group = 1;            // HV / H
+  int64_t head_dim_k = 0;       // K
+  int64_t head_dim_v = 0;       // V
+  int64_t chunk_size = 0;       // C
+  Gate gate = Gate::kNone;      // of gamma, or of the raw gate
+};
+
+// Args is one of the argument structs of blocks.h. Validated: kernels trust it. The tensors of chunk_local_cumsum and
+// of gate_activation are rows, [B, T, HV, K]; a value per head is the row of its token, [B, T, 1, HV].
+template <class Args>
+struct BlockProblem {
+  BlockSizes sizes;
+  Args args;
+  bool has_fp64 = false;  // any tensor, input or output
+};
+
+}  // namespace fastweight

@@ -1,0 +1,333 @@
+#include "support/blocks_case.h"
+
+#include <cmath>
+#include <stdexcept>
+
+#include "support/random.h"
+
+namespace fastweight::support {
+namespace {
+
+// Every tensor has its own stream: leaving one out does not change the others.
+enum Stream : uint64_t { kX = 1, kK, kV, kBeta, kGate, kALog, kDtBias, kDFirst, kDSecond };
+
+DType wide(const BlockSpec& spec) { return spec.dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
+
+Context oracle() {
+  Context context;
+  context.implementation = "reference";
+  return context;
+}
+
+std::vector<int64_t> gate_shape(const BlockSpec& spec) {
+  if (spec.gate == Gate::kPerChannel) return {spec.B, spec.T, spec.HV, spec.K};
+  return {spec.B, spec.T, spec.HV};
+}
+
+// Log decays: -a softplus(N(0,1)), with a from 0.05 to 0.55.
+Tensor log_decays(const BlockSpec& spec, DType dtype, uint64_t seed) {
+  Random random(seed, kGate);
+  return drawn(dtype, gate_shape(spec), [&] {
+    const double rate = 0.05 + 0.5 * random.uniform();
+    return -spec.gate_scale * rate * std::log1p(std::exp(random.normal()));
+  });
+}
+
+Tensor summed(const BlockSpec& spec, const Tensor& x, const Tensor& cu_seqlens) {
+  Tensor y(DType::kF64, x.shape());
+  ChunkLocalCumsum args;
+  args.x = x.view();
+  args.cu_seqlens = cu_seqlens.view();
+  args.chunk_size = static_cast<int32_t>(spec.C);
+  args.y = y.view();
+  chunk_local_cumsum(oracle(), args);
+  return y;
+}
+
+// What the runs below write, as a list of poisoned tensors.
+class Outputs {
+ public:
+  explicit Outputs(const ViewOf& view_of) : view_of_(view_of) {}
+
+  TensorView like(const char* name, const Tensor& x) {
+    return x.present() ? make(name, x.dtype(), x.shape()) : TensorView();
+  }
+  TensorView make(const char* name, DType dtype, std::vector<int64_t> shape) {
+    return view_of_(results_.tensors.emplace_back(name, poisoned(dtype, std::move(shape))).second, true);
+  }
+  BlockResults finish(std::string implementation) {
+    results_.implementation = std::move(implementation);
+    return std::move(results_);
+  }
+
+ private:
+  const ViewOf& view_of_;
+  BlockResults results_;  // moving a tensor keeps its memory, so the views stay good while the vector grows
+};
+
+ScaledDotKktInputs kkt_inputs(const BlockCase& problem, const ViewOf& view_of) {
+  ScaledDotKktInputs in;
+  in.k = view_of(problem.k, false);
+  in.beta = view_of(problem.beta, false);
+  in.gamma = view_of(problem.gamma, false);
+  in.cu_seqlens = view_of(problem.cu_seqlens, false);
+  return in;
+}
+
+WyInputs wy_inputs(const BlockCase& problem, const ViewOf& view_of) {
+  WyInputs in;
+  in.k = view_of(problem.k, false);
+  in.v = view_of(problem.v, false);
+  in.beta = view_of(problem.beta, false);
+  in.gamma = view_of(problem.gamma, false);
+  in.j = view_of(problem.j, false);
+  in.cu_seqlens = view_of(problem.cu_seqlens, false);
+  return in;
+}
+
+GateActivationInputs gate_inputs(const BlockCase& problem, const ViewOf& view_of) {
+  GateActivationInputs in;
+  in.x = view_of(problem.x, false);
+  in.a_log = view_of(problem.a_log, false);
+  in.dt_bias = view_of(problem.dt_bias, false);
+  in.cu_seqlens = view_of(problem.cu_seqlens, false);
+  return in;
+}
+
+GateActivationOptions gate_options(const BlockSpec& spec) {
+  GateActivationOptions options;
+  options.chunk_size = static_cast<int32_t>(spec.C);
+  if (spec.lower_bound) options.lower_bound = -5;
+  return options;
+}
+
+std::vector<int64_t> matrix_shape(const BlockSpec& spec) { return {spec.B, spec.T, spec.HV, spec.C}; }
+
+// k, v, beta, gamma, and A and J that belong to them.
+void draw_chunk_tensors(const BlockSpec& spec, uint64_t seed, BlockCase& result) {
+  const DType dtype = spec.dtype;
+  result.k = unit_rows(normals(DType::kF64, {spec.B, spec.T, spec.H, spec.K}, seed, kK)).to(dtype);
+  if (spec.beta) {
+    Random random(seed, kBeta);
+    result.beta = drawn(wide(spec), {spec.B, spec.T, spec.HV}, [&] { return random.uniform(); });
+  }
+  if (spec.gate != Gate::kNone) {
+    result.gamma = summed(spec, log_decays(spec, DType::kF64, seed), result.cu_seqlens).to(wide(spec));
+  }
+  if (spec.block == Block::kScaledDotKkt) return;
+
+  Tensor a(DType::kF64, matrix_shape(spec)), j(DType::kF64, matrix_shape(spec));
+  ScaledDotKktForward kkt;
+  const Tensor k = result.k.to(DType::kF64);
+  kkt.in = kkt_inputs(result, dense_view);
+  kkt.in.k = k.view();
+  kkt.a = a.view();
+  scaled_dot_kkt_forward(oracle(), kkt);
+  result.a = a.to(wide(spec));
+  SolveTrilForward solve;
+  solve.a = result.a.view();
+  solve.cu_seqlens = result.cu_seqlens.view();
+  solve.j = j.view();
+  solve_tril_forward(oracle(), solve);
+  result.j = j.to(dtype);
+  if (spec.block == Block::kWy) {
+    result.v = normals(dtype, {spec.B, spec.T, spec.HV, spec.V}, seed, kV);
+    result.a = {};
+    return;
+  }
+  result.k = result.beta = result.gamma = {};
+}
+
+void draw_norm_tensors(const BlockSpec& spec, uint64_t seed, BlockCase& result) {
+  result.x = normals(spec.dtype, {spec.B, spec.T, spec.H, spec.K}, seed, kX);
+  Tensor y(DType::kF64, result.x.shape()), rstd(DType::kF64, {spec.B, spec.T, spec.H});
+  const Tensor x = result.x.to(DType::kF64);
+  L2NormForward args;
+  args.x = x.view();
+  args.y = y.view();
+  args.rstd = rstd.view();
+  l2norm_forward(oracle(), args);
+  result.y = y.to(spec.dtype);
+  result.rstd = rstd.to(wide(spec));
+}
+
+void draw_gate_tensors(const BlockSpec& spec, uint64_t seed, BlockCase& result) {
+  result.x = normals(spec.dtype, gate_shape(spec), seed, kX);
+  if (spec.a_log) {
+    Random random(seed, kALog);
+    result.a_log = drawn(wide(spec), {spec.HV}, [&] { return std::log(0.2 + random.uniform()); });
+  }
+  if (!spec.dt_bias) return;
+  result.dt_bias = spec.gate == Gate::kPerChannel ? normals(wide(spec), {spec.HV, spec.K}, seed, kDtBias)
+                                                  : normals(wide(spec), {spec.HV}, seed, kDtBias);
+}
+
+}  // namespace
+
+BlockCase draw(const BlockSpec& spec, uint64_t seed) {
+  BlockCase result;
+  result.spec = spec;
+  result.cu_seqlens = offsets_tensor(spec.cu_seqlens);
+  const auto gradient = [&](DType dtype, std::vector<int64_t> shape, Stream stream) {
+    return normals(dtype, std::move(shape), seed, stream);
+  };
+  switch (spec.block) {
+    case Block::kChunkLocalCumsum:
+      result.x = log_decays(spec, spec.dtype, seed);
+      break;
+    case Block::kScaledDotKkt:
+      draw_chunk_tensors(spec, seed, result);
+      result.d_first = gradient(wide(spec), matrix_shape(spec), kDFirst);
+      break;
+    case Block::kSolveTril:
+      draw_chunk_tensors(spec, seed, result);
+      result.d_first = gradient(wide(spec), matrix_shape(spec), kDFirst);
+      break;
+    case Block::kWy:
+      draw_chunk_tensors(spec, seed, result);
+      result.d_first = gradient(spec.dtype, {spec.B, spec.T, spec.HV, spec.K}, kDFirst);
+      result.d_second = gradient(spec.dtype, {spec.B, spec.T, spec.HV, spec.V}, kDSecond);
+      break;
+    case Block::kL2Norm:
+      draw_norm_tensors(spec, seed, result);
+      result.d_first = gradient(spec.dtype, result.x.shape(), kDFirst);
+      break;
+    case Block::kGateActivation:
+      draw_gate_tensors(spec, seed, result);
+      result.d_first = gradient(spec.dtype, result.x.shape(), kDFirst);
+      break;
+  }
+  return result;
+}
+
+BlockCase in_double(const BlockCase& problem) {
+  BlockCase result = problem;
+  result.spec.dtype = DType::kF64;
+  for (Tensor* tensor : {&result.x, &result.k, &result.v, &result.beta, &result.gamma, &result.a, &result.j,
+                         &result.a_log, &result.dt_bias, &result.y, &result.rstd, &result.d_first, &result.d_second}) {
+    *tensor = tensor->to(DType::kF64);
+  }
+  return result;
+}
+
+const Tensor& BlockResults::operator[](const std::string& name) const {
+  for (const auto& [known, tensor] : tensors) {
+    if (known == name) return tensor;
+  }
+  throw std::out_of_range("no result " + name);
+}
+
+std::vector<std::pair<std::string, const Tensor*>> BlockResults::named() const {
+  std::vector<std::pair<std::string, const Tensor*>> result;
+  for (const auto& [name, tensor] : tensors) result.emplace_back(name, &tensor);
+  return result;
+}
+
+BlockResults forward(const BlockCase& problem, const Context& context, const ViewOf& view_of) {
+  const BlockSpec& spec = problem.spec;
+  Outputs outputs(view_of);
+  switch (spec.block) {
+    case Block::kChunkLocalCumsum: {
+      ChunkLocalCumsum args;
+      args.x = view_of(problem.x, false);
+      args.cu_seqlens = view_of(problem.cu_seqlens, false);
+      args.chunk_size = static_cast<int32_t>(spec.C);
+      args.reverse = spec.reverse;
+      args.y = outputs.make("y", wide(spec), problem.x.shape());
+      return outputs.finish(chunk_local_cumsum(context, args));
+    }
+    case Block::kScaledDotKkt: {
+      ScaledDotKktForward args;
+      args.in = kkt_inputs(problem, view_of);
+      args.a = outputs.make("a", wide(spec), matrix_shape(spec));
+      return outputs.finish(scaled_dot_kkt_forward(context, args));
+    }
+    case Block::kSolveTril: {
+      SolveTrilForward args;
+      args.a = view_of(problem.a, false);
+      args.cu_seqlens = view_of(problem.cu_seqlens, false);
+      args.j = outputs.make("j", spec.dtype, matrix_shape(spec));
+      return outputs.finish(solve_tril_forward(context, args));
+    }
+    case Block::kWy: {
+      WyForward args;
+      args.in = wy_inputs(problem, view_of);
+      args.w = outputs.make("w", spec.dtype, {spec.B, spec.T, spec.HV, spec.K});
+      args.u = outputs.like("u", problem.v);
+      return outputs.finish(wy_forward(context, args));
+    }
+    case Block::kL2Norm: {
+      L2NormForward args;
+      args.x = view_of(problem.x, false);
+      args.y = outputs.like("y", problem.x);
+      args.rstd = outputs.like("rstd", problem.rstd);
+      return outputs.finish(l2norm_forward(context, args));
+    }
+    case Block::kGateActivation:
+      break;
+  }
+  GateActivationForward args;
+  args.in = gate_inputs(problem, view_of);
+  args.options = gate_options(spec);
+  args.g = outputs.make("g", wide(spec), problem.x.shape());
+  return outputs.finish(gate_activation_forward(context, args));
+}
+
+BlockResults backward(const BlockCase& problem, const Context& context, const ViewOf& view_of) {
+  const BlockSpec& spec = problem.spec;
+  Outputs outputs(view_of);
+  switch (spec.block) {
+    case Block::kScaledDotKkt: {
+      ScaledDotKktBackward args;
+      args.in = kkt_inputs(problem, view_of);
+      args.da = view_of(problem.d_first, false);
+      args.dk = outputs.like("dk", problem.k);
+      args.dbeta = outputs.like("dbeta", problem.beta);
+      args.dgamma = outputs.like("dgamma", problem.gamma);
+      return outputs.finish(scaled_dot_kkt_backward(context, args));
+    }
+    case Block::kSolveTril: {
+      SolveTrilBackward args;
+      args.j = view_of(problem.j, false);
+      args.dj = view_of(problem.d_first, false);
+      args.cu_seqlens = view_of(problem.cu_seqlens, false);
+      args.da = outputs.make("da", wide(spec), matrix_shape(spec));
+      return outputs.finish(solve_tril_backward(context, args));
+    }
+    case Block::kWy: {
+      WyBackward args;
+      args.in = wy_inputs(problem, view_of);
+      args.dw = view_of(problem.d_first, false);
+      args.du = view_of(problem.d_second, false);
+      args.dk = outputs.like("dk", problem.k);
+      args.dv = outputs.like("dv", problem.v);
+      args.dbeta = outputs.like("dbeta", problem.beta);
+      args.dgamma = outputs.like("dgamma", problem.gamma);
+      args.da = outputs.make("da", wide(spec), matrix_shape(spec));
+      return outputs.finish(wy_backward(context, args));
+    }
+    case Block::kL2Norm: {
+      L2NormBackward args;
+      args.y = view_of(problem.y, false);
+      args.rstd = view_of(problem.rstd, false);
+      args.dy = view_of(problem.d_first, false);
+      args.dx = outputs.like("dx", problem.x);
+      return outputs.finish(l2norm_backward(context, args));
+    }
+    case Block::kGateActivation: {
+      GateActivationBackward args;
+      args.in = gate_inputs(problem, view_of);
+      args.options = gate_options(spec);
+      args.dg = view_of(problem.d_first, false);
+      args.dx = outputs.like("dx", problem.x);
+      args.da_log = outputs.like("da_log", problem.a_log);
+      args.ddt_bias = outputs.like("ddt_bias", problem.dt_bias);
+      return outputs.finish(gate_activation_backward(context, args));
+    }
+    case Block::kChunkLocalCumsum:
+      break;
+  }
+  throw std::invalid_argument("chunk_local_cumsum has no backward of its own");
+}
+
+}  // namespace fastweight::support
