@@ -100,7 +100,7 @@ std::vector<std::string> choose_implementations(Op op, Mode mode, const std::vec
     for (const std::string& name : implementations(op, mode)) {
       if (name != "reference") chosen.push_back(name);
     }
-    if (chosen.empty()) chosen.push_back("reference");
+    if (chosen.empty() && !implementations(op, mode).empty()) chosen.push_back("reference");
     return chosen;
   }
   for (const std::string& name : named) {
@@ -151,6 +151,11 @@ Plan make_plan(const Flags& flags) {
 
   for (Op op : parse_ops(flags.list("--op"))) {
     for (Mode mode : modes) {
+      if (implementations(op, mode).empty()) {
+        const std::string reason = op_name(op) + " has no " + mode_name(mode);
+        if (flags.has("--op") && flags.has("--mode")) throw UsageError("--mode: " + reason);
+        continue;
+      }
       const std::vector<std::string> chosen = choose_implementations(op, mode, named);
       for (const std::string& name : named) {
         if (flags.has("--mode") && !known(chosen, name)) {
@@ -307,25 +312,17 @@ class Bench {
 };
 
 std::vector<Column> Bench::columns() const {
-  size_t implementation = 0, shape = 0;
+  size_t operation = 0, implementation = 0, shape = 0;
   for (const Config& config : plan_.configs) {
+    operation = std::max(operation, op_name(config.choice.op).size());
     implementation = std::max(implementation, config.implementation.size());
     shape = std::max(shape, config.choice.shape.text().size());
   }
-  return {{"op", 10},
-          {"mode", 4},
-          {"impl", std::max(implementation, size_t{9})},
-          {"dtype", 5},
-          {"thr", 3, true},
-          {"shape", shape},
-          {"median ms", 9, true},
-          {"min", 9, true},
-          {"p90", 9, true},
-          {"first", 9, true},
-          {"GFLOP/s", 7, true},
-          {"% peak", 6, true},
-          {"GB/s", 6, true},
-          {"% memcpy", 8, true}};
+  return {{"op", operation},      {"mode", 4},          {"impl", std::max(implementation, size_t{9})},
+          {"dtype", 5},           {"thr", 3, true},     {"shape", shape},
+          {"median ms", 9, true}, {"min", 9, true},     {"p90", 9, true},
+          {"first", 9, true},     {"GFLOP/s", 7, true}, {"% peak", 6, true},
+          {"GB/s", 6, true},      {"% memcpy", 8, true}};
 }
 
 const Limits& Bench::limits_for(int threads) {
@@ -411,7 +408,9 @@ int Bench::run() {
 
 int run_bench(const std::vector<std::string>& arguments) {
   const Flags flags(
-      {{"--op", "NAMES", "delta_rule, gdn (gated_delta_rule), kda, ttt_linear, short_conv (default: all)"},
+      {{"--op", "NAMES",
+        "delta_rule, gdn (gated_delta_rule), kda, ttt_linear, short_conv, chunk_local_cumsum,\n"
+        "scaled_dot_kkt, solve_tril, wy, l2norm, gate_activation (default: all)"},
        {"--mode", "NAMES", "fwd, bwd, step (default: all)"},
        {"--impl", "NAMES", "as `fastweight info` lists them, or auto (default: all but the reference)"},
        {"--dtype", "NAMES", "fp32, bf16, fp16 (default: fp32)"},
@@ -436,8 +435,11 @@ int run_bench(const std::vector<std::string>& arguments) {
         "after\n"
         "a warm-up; `first` is the very first call of a configuration. GFLOP/s count F = 6KV + 64(K+V) per token and\n"
         "value head forward, 3F backward, 7KV for a step; for ttt_linear F = 6D^2 + 96D, and 8D^2 for a step; for\n"
-        "short_conv, H K channels of width 4 with silu, 2W + 4 per token and channel, 3 times that backward. GB/s "
-        "count\n"
+        "short_conv, H K channels of width 4 with silu, 2W + 4 per token and channel, 3 times that backward. Blocks, "
+        "with\n"
+        "chunks of C = 64, count per token and value head 2CK (scaled_dot_kkt; backward 4CK), C^2/3 (solve_tril; 4C^2) "
+        "and\n"
+        "2C(K+V) (wy; 4C(K+V) + 2C^2); the rest of them a few operations per element. GB/s count\n"
         "every input and output tensor once, the states of a step twice, read and written. Both are set against what "
         "this\n"
         "machine does in the same run on the same number of threads: fp32 multiply-adds on registers, and memcpy of "

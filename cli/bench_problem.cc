@@ -7,9 +7,11 @@
 
 #include "cli/flags.h"
 #include "cli/text.h"
+#include "fastweight/blocks.h"
 #include "fastweight/delta_rule.h"
 #include "fastweight/short_conv.h"
 #include "fastweight/ttt_linear.h"
+#include "support/blocks_case.h"
 #include "support/delta_rule_case.h"
 #include "support/random.h"
 #include "support/short_conv_case.h"
@@ -19,6 +21,8 @@
 namespace fastweight::cli {
 namespace {
 
+using support::BlockCase;
+using support::BlockSpec;
 using support::DeltaRuleCase;
 using support::DeltaRuleSpec;
 using support::ShortConvCase;
@@ -389,6 +393,71 @@ class ShortConvBench : public BenchProblem {
   ShortConvStep step_;
 };
 
+// ---- The building blocks
+// ----------------------------------------------------------------------------------------------
+
+class BlockBench : public BenchProblem {
+ public:
+  explicit BlockBench(const BenchChoice& choice) : choice_(choice) {
+    const Shape& s = choice.shape;
+    BlockSpec spec;
+    spec.block = *block_of(choice.op);
+    spec.T = std::min(s.B * s.T, kDrawnTokens);
+    spec.H = s.H, spec.HV = s.HV, spec.K = s.K, spec.V = s.V, spec.C = kBlockChunk;
+    spec.gate = spec.block == Block::kScaledDotKkt || spec.block == Block::kWy ? Gate::kPerHead : Gate::kPerChannel;
+    spec.dtype = choice.dtype;
+    data_ = support::draw(spec, 1);
+    data_.spec.B = s.B;
+    data_.spec.T = s.T;
+    for (Tensor* tensor : {&data_.x, &data_.k, &data_.v, &data_.beta, &data_.gamma, &data_.a, &data_.j, &data_.y,
+                           &data_.rstd, &data_.d_first, &data_.d_second}) {
+      if (!tensor->present()) continue;
+      std::vector<int64_t> shape = tensor->shape();
+      shape[0] = s.B;
+      shape[1] = s.T;
+      *tensor = tile(*tensor, 1, shape);
+    }
+    if (choice.sequences > 0) data_.cu_seqlens = support::offsets_tensor(growing_offsets(s.T, choice.sequences));
+    const auto count = [&](const Tensor& tensor, bool) {
+      bytes_ += view_bytes(tensor.view());
+      return tensor.view();
+    };
+    call_ = choice.mode == Mode::kForward ? support::prepare_forward(data_, count)
+                                          : support::prepare_backward(data_, count);
+  }
+
+  std::string run(const Context& context) const override { return call_.run(context); }
+  double bytes() const override { return bytes_; }
+
+  double flop() const override {
+    const bool forward = choice_.mode == Mode::kForward;
+    const Shape& s = choice_.shape;
+    const double C = kBlockChunk, K = static_cast<double>(s.K), V = static_cast<double>(s.V);
+    const double value_rows = static_cast<double>(s.B * s.T * s.HV);
+    switch (data_.spec.block) {
+      case Block::kChunkLocalCumsum:
+        return value_rows * K;
+      case Block::kScaledDotKkt:
+        return value_rows * C * K * (forward ? 2 : 4);
+      case Block::kSolveTril:
+        return value_rows * C * C * (forward ? 1.0 / 3 : 4);
+      case Block::kWy:
+        return value_rows * C * (forward ? 2 * (K + V) : 4 * (K + V) + 2 * C);
+      case Block::kL2Norm:
+        return static_cast<double>(data_.x.size()) * (forward ? 3 : 5);
+      case Block::kGateActivation:
+        break;
+    }
+    return value_rows * K * (forward ? 4 : 6);
+  }
+
+ private:
+  BenchChoice choice_;
+  BlockCase data_;
+  support::PreparedBlock call_;
+  double bytes_ = 0;
+};
+
 }  // namespace
 
 std::string Shape::text() const {
@@ -423,6 +492,7 @@ Shape parse_shape(const std::string& text) {
 }
 
 std::unique_ptr<BenchProblem> make_bench_problem(const BenchChoice& choice) {
+  if (block_of(choice.op)) return std::make_unique<BlockBench>(choice);
   if (choice.op == Op::kShortConv) return std::make_unique<ShortConvBench>(choice);
   if (choice.op == Op::kTttLinear) return std::make_unique<TttLinearBench>(choice);
   return std::make_unique<DeltaRuleBench>(choice);

@@ -30,9 +30,13 @@ struct BenchChoice {
   bool saved_states = false;  // the forward writes the chunk states, the backward reads them
 };
 
+inline constexpr int64_t kBlockChunk = 64;  // C of the building blocks
+
 // Forward: o and the final state, from no initial state (TTT-linear: from a random one). Backward: every gradient of
 // the inputs, from d_o. Step: one token for each of B states. Gates are precomputed, keys have unit norm, gates, beta,
 // eta and the parameters of norms are fp32. Short convolution: H K channels of width 4, silu, no bias and residual.
+// Building blocks: chunks of 64, one log decay per head for scaled_dot_kkt and wy, per channel else; gate_activation
+// sums its values within chunks.
 class BenchProblem {
  public:
   virtual ~BenchProblem() = default;
@@ -42,6 +46,10 @@ class BenchProblem {
 
   // Per token and value head F = 6KV + 64(K + V) forward, 3F backward, 7KV for a step. TTT-linear: F = 6D^2 + 96D, and
   // 8D^2 for a step. Short convolution, per token and channel: F = 2W + 4, 3F backward, F for a step.
+  // Building blocks, products with triangular matrices as full squares, per token and value head: scaled_dot_kkt 2CK,
+  // backward 4CK; solve_tril C^2 / 3, backward 4C^2; wy 2C(K + V), backward 4C(K + V) + 2C^2. The others count their
+  // additions and multiplications per element, an activation as one: chunk_local_cumsum 1, l2norm 3, backward 5,
+  // gate_activation 4, backward 6.
   virtual double flop() const = 0;
 
   // Every input and output tensor once; the states of a step twice, read and written.

@@ -15,6 +15,7 @@
 #include "cli/text.h"
 #include "fastweight/error.h"
 #include "fastweight/info.h"
+#include "support/blocks_case.h"
 #include "support/delta_rule_case.h"
 #include "support/golden.h"
 #include "support/short_conv_case.h"
@@ -23,6 +24,9 @@
 namespace fastweight::cli {
 namespace {
 
+using support::BlockCase;
+using support::BlockResults;
+using support::BlockSpec;
 using support::DeltaRuleCase;
 using support::DeltaRuleSpec;
 using support::ShortConvCase;
@@ -63,7 +67,7 @@ constexpr HalfBound kHalfBounds[] = {
     {"d_initial_state_bias", 0, 0, 0, 0.005},
 };
 
-constexpr double kHalfShortConv = 0.003;  // one rounding
+constexpr double kHalfRounding = 0.003;  // short convolution and the building blocks: one rounding
 
 double half_bound(Op op, const std::string& tensor) {
   const auto found = std::ranges::find_if(kHalfBounds, [&](const HalfBound& row) { return row.tensor == tensor; });
@@ -77,10 +81,9 @@ double half_bound(Op op, const std::string& tensor) {
       return row.kda;
     case Op::kTttLinear:
       return row.ttt_linear;
-    case Op::kShortConv:
-      break;
+    default:
+      return kHalfRounding;
   }
-  return kHalfShortConv;
 }
 
 bool has_hard_gates(const DeltaRuleCase& problem) {
@@ -95,6 +98,7 @@ bool has_hard_gates(const DeltaRuleCase& problem) {
 double fp32_bound(const DeltaRuleCase& problem) { return has_hard_gates(problem) ? kFp32HardGates : kFp32; }
 double fp32_bound(const TttLinearCase&) { return kFp32; }
 double fp32_bound(const ShortConvCase&) { return kFp32; }
+double fp32_bound(const BlockCase&) { return kFp32; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The built-in problems.
@@ -164,6 +168,31 @@ std::vector<ShortConvSpec> short_conv_specs() {
   return specs;
 }
 
+std::vector<BlockSpec> block_specs(Block block) {
+  std::vector<BlockSpec> specs;
+  const auto add = [&](const char* name, int64_t B, int64_t T, int64_t H, int64_t HV, int64_t K, Gate gate,
+                       int64_t C) -> BlockSpec& {
+    BlockSpec spec;
+    spec.name = name;
+    spec.block = block;
+    spec.B = B, spec.T = T, spec.H = H, spec.HV = HV, spec.K = K, spec.V = K + 8, spec.C = C, spec.gate = gate;
+    return specs.emplace_back(spec);
+  };
+  add("per_head", 2, 100, 2, 4, 64, Gate::kPerHead, 64);
+  add("per_channel", 1, 129, 2, 2, 40, Gate::kPerChannel, 64);
+  add("chunk_16", 1, 70, 1, 1, 32, Gate::kPerChannel, 16);
+  add("chunk_32", 1, 70, 1, 1, 128, Gate::kPerHead, 32);
+  add("varlen", 1, 150, 2, 2, 32, Gate::kPerHead, 64).cu_seqlens = {0, 0, 17, 17, 81, 145, 150, 150};
+  add("strong_gates", 1, 100, 1, 1, 32, Gate::kPerChannel, 64).gate_scale = 100;
+  if (block == Block::kChunkLocalCumsum) add("reverse", 1, 100, 1, 1, 32, Gate::kPerChannel, 64).reverse = true;
+  if (block == Block::kScaledDotKkt || block == Block::kWy) add("no_gate", 1, 100, 2, 2, 64, Gate::kNone, 64);
+  if (block == Block::kGateActivation) {
+    add("not_summed", 1, 100, 2, 2, 32, Gate::kPerHead, 0);
+    add("lower_bound", 1, 100, 2, 2, 32, Gate::kPerChannel, 64).lower_bound = true;
+  }
+  return specs;
+}
+
 DeltaRuleSpec delta_rule_determinism_spec(Op op) {
   DeltaRuleSpec spec;
   spec.name = "determinism";
@@ -176,6 +205,14 @@ TttLinearSpec ttt_linear_determinism_spec() {
   TttLinearSpec spec;
   spec.name = "determinism";
   spec.B = 2, spec.T = 200, spec.H = 3, spec.D = 64;
+  return spec;
+}
+
+BlockSpec block_determinism_spec(Block block) {
+  BlockSpec spec;
+  spec.name = "determinism";
+  spec.block = block;
+  spec.T = 600, spec.H = 2, spec.HV = 4, spec.K = 64, spec.V = 96, spec.gate = Gate::kPerChannel;
   return spec;
 }
 
@@ -204,6 +241,13 @@ auto run_mode(Mode mode, const Case& problem, const std::string& implementation,
       break;
   }
   return support::step(problem, context);
+}
+
+BlockResults run_mode(Mode mode, const BlockCase& problem, const std::string& implementation, int threads) {
+  Context context;
+  context.num_threads = threads;
+  context.implementation = implementation;
+  return mode == Mode::kForward ? support::forward(problem, context) : support::backward(problem, context);
 }
 
 // A step leaves the last mini-batch of a sequence open where the golden answer extends it to its full length.
@@ -292,7 +336,7 @@ class Checker {
   };
   std::map<std::string, Skipped> skipped_reasons_;
 
-  Table table_{{{"operator", 10},
+  Table table_{{{"operator", 18},
                 {"mode", 4},
                 {"impl", 9},
                 {"dtype", 5},
@@ -347,6 +391,7 @@ void Checker::check_built_in(Op op, const std::vector<Spec>& specs) {
       problems.push_back(support::draw(spec, seed++));
     }
     for (Mode mode : kModes) {
+      if (implementations(op, mode).empty()) continue;
       std::vector<decltype(run_mode(mode, problems[0], "", 1))> oracle;
       for (const Case& problem : problems) {
         oracle.push_back(run_mode(mode, support::in_double(problem), "reference", threads_));
@@ -417,6 +462,11 @@ void Checker::check_op(Op op, const std::string& golden_folder) {
       check_golden(op, cases);
     }
   };
+  if (const auto block = block_of(op)) {
+    check_built_in(op, block_specs(*block));
+    check_determinism(op, block_determinism_spec(*block));
+    return;
+  }
   if (op == Op::kShortConv) {
     check_built_in(op, short_conv_specs());
     check_determinism(op, short_conv_determinism_spec());
@@ -467,10 +517,11 @@ std::string default_golden_folder() {
 
 int run_check(const std::vector<std::string>& arguments) {
   const std::string folder = default_golden_folder();
-  const Flags flags({{"--golden", "DIR", "folder of the golden cases (default: " + folder + ")"},
-                     {"--op", "NAMES", "delta_rule, gdn, kda, ttt_linear, short_conv; a comma list (default: all)"},
-                     {"--threads", "N", "threads per call (default: every core)"}},
-                    arguments);
+  const Flags flags(
+      {{"--golden", "DIR", "folder of the golden cases (default: " + folder + ")"},
+       {"--op", "NAMES", "operators and building blocks as `fastweight info` lists them; a comma list (default: all)"},
+       {"--threads", "N", "threads per call (default: every core)"}},
+      arguments);
   if (flags.help()) {
     std::printf(
         "usage: fastweight check [FLAGS]\n\n"

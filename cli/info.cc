@@ -36,10 +36,13 @@ void print_text(const Machine& machine, double first_ms, double second_ms) {
   std::printf("devices       cpu; cuda: not built\n");
   std::printf("first call    %.2f ms (starts the threads), the next one %.3f ms\n", first_ms, second_ms);
   std::printf("\nimplementations, most special first:\n\n");
-  const Table table({{"operator", 10}, {"mode", 4}, {"implementations", 0}});
+  const Table table({{"operator", 18}, {"mode", 4}, {"implementations", 0}});
   table.header();
   for (Op op : kOps) {
-    for (Mode mode : kModes) table.row({op_name(op), mode_name(mode), join(implementations(op, mode), ", ")});
+    for (Mode mode : kModes) {
+      const std::vector<std::string> names = implementations(op, mode);
+      if (!names.empty()) table.row({op_name(op), mode_name(mode), join(names, ", ")});
+    }
   }
 }
 

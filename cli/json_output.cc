@@ -34,6 +34,7 @@ nlohmann::ordered_json record_json(const Record& record, const Machine& machine,
   json["HV"] = shape.HV;
   json["K"] = shape.K;
   json["V"] = shape.V;
+  if (block_of(choice.op)) json["C"] = kBlockChunk;
   json["sequences"] = choice.sequences > 0 ? choice.sequences : shape.B;
   json["saved_states"] = choice.saved_states;
   json["median_ms"] = record.timing.median_ms;
@@ -81,7 +82,10 @@ std::string to_json(const Machine& machine, double first_call_ms, double second_
   json["first_call_ms"] = first_call_ms;
   json["second_call_ms"] = second_call_ms;
   for (Op op : kOps) {
-    for (Mode mode : kModes) json["implementations"][op_name(op)][mode_name(mode)] = implementations(op, mode);
+    for (Mode mode : kModes) {
+      const std::vector<std::string> names = implementations(op, mode);
+      if (!names.empty()) json["implementations"][op_name(op)][mode_name(mode)] = names;
+    }
   }
   return json.dump(2) + "\n";
 }

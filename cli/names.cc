@@ -22,6 +22,12 @@ constexpr Word<Op> kOpWords[] = {{"delta_rule", Op::kDeltaRule},
                                  {"kda", Op::kKda},
                                  {"ttt_linear", Op::kTttLinear},
                                  {"short_conv", Op::kShortConv},
+                                 {"chunk_local_cumsum", Op::kChunkLocalCumsum},
+                                 {"scaled_dot_kkt", Op::kScaledDotKkt},
+                                 {"solve_tril", Op::kSolveTril},
+                                 {"wy", Op::kWy},
+                                 {"l2norm", Op::kL2Norm},
+                                 {"gate_activation", Op::kGateActivation},
                                  {"gated_delta_rule", Op::kGdn}};
 constexpr Word<Mode> kModeWords[] = {{"fwd", Mode::kForward},
                                      {"bwd", Mode::kBackward},
@@ -77,12 +83,28 @@ Gate gate_of(Op op) {
       return Gate::kPerHead;
     case Op::kKda:
       return Gate::kPerChannel;
-    case Op::kDeltaRule:
-    case Op::kTttLinear:
-    case Op::kShortConv:
-      break;
+    default:
+      return Gate::kNone;
   }
-  return Gate::kNone;
+}
+
+std::optional<Block> block_of(Op op) {
+  switch (op) {
+    case Op::kChunkLocalCumsum:
+      return Block::kChunkLocalCumsum;
+    case Op::kScaledDotKkt:
+      return Block::kScaledDotKkt;
+    case Op::kSolveTril:
+      return Block::kSolveTril;
+    case Op::kWy:
+      return Block::kWy;
+    case Op::kL2Norm:
+      return Block::kL2Norm;
+    case Op::kGateActivation:
+      return Block::kGateActivation;
+    default:
+      return std::nullopt;
+  }
 }
 
 namespace {
@@ -90,6 +112,7 @@ namespace {
 std::vector<ImplementationInfo> family_of(Op op) {
   if (op == Op::kTttLinear) return ttt_linear_implementations();
   if (op == Op::kShortConv) return short_conv_implementations();
+  if (const auto block = block_of(op)) return block_implementations(*block);
   return delta_rule_implementations();
 }
 

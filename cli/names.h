@@ -2,23 +2,40 @@
 #pragma once
 
 #include <array>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "fastweight/blocks.h"
 #include "fastweight/delta_rule.h"
 #include "fastweight/tensor.h"
 
 namespace fastweight::cli {
 
-// The first three are the delta-rule family.
-enum class Op { kDeltaRule, kGdn, kKda, kTttLinear, kShortConv };
+// The first three are the delta-rule family; the building blocks follow the operators.
+enum class Op {
+  kDeltaRule,
+  kGdn,
+  kKda,
+  kTttLinear,
+  kShortConv,
+  kChunkLocalCumsum,
+  kScaledDotKkt,
+  kSolveTril,
+  kWy,
+  kL2Norm,
+  kGateActivation
+};
 enum class Mode { kForward, kBackward, kStep };
 
-inline constexpr std::array kOps = {Op::kDeltaRule, Op::kGdn, Op::kKda, Op::kTttLinear, Op::kShortConv};
+inline constexpr std::array kOps = {
+    Op::kDeltaRule,    Op::kGdn,       Op::kKda, Op::kTttLinear, Op::kShortConv,      Op::kChunkLocalCumsum,
+    Op::kScaledDotKkt, Op::kSolveTril, Op::kWy,  Op::kL2Norm,    Op::kGateActivation,
+};
 inline constexpr std::array kModes = {Mode::kForward, Mode::kBackward, Mode::kStep};
 inline constexpr std::array kDTypes = {DType::kF32, DType::kBF16, DType::kF16};
 
-std::string op_name(Op op);           // delta_rule, gdn, kda, ttt_linear, short_conv
+std::string op_name(Op op);           // delta_rule, gdn, kda, ttt_linear, short_conv, the names of the blocks
 std::string mode_name(Mode mode);     // fwd, bwd, step
 std::string dtype_name(DType dtype);  // fp32, bf16, fp16
 
@@ -31,7 +48,11 @@ std::vector<DType> parse_dtypes(const std::vector<std::string>& values);
 // The gate of an operator of the delta-rule family.
 Gate gate_of(Op op);
 
-// The names of the CPU implementations of one operator and mode, most special first.
+// The building block that it is, if it is one.
+std::optional<Block> block_of(Op op);
+
+// The names of the CPU implementations of one operator and mode, most special first; none where the operator does not
+// have the mode.
 std::vector<std::string> implementations(Op op, Mode mode);
 
 }  // namespace fastweight::cli

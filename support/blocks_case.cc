@@ -55,9 +55,9 @@ class Outputs {
   TensorView make(const char* name, DType dtype, std::vector<int64_t> shape) {
     return view_of_(results_.tensors.emplace_back(name, poisoned(dtype, std::move(shape))).second, true);
   }
-  BlockResults finish(std::string implementation) {
-    results_.implementation = std::move(implementation);
-    return std::move(results_);
+  template <class Args>
+  PreparedBlock with(std::string (*entry)(const Context&, const Args&), const Args& args) {
+    return {std::move(results_), [entry, args](const Context& context) { return entry(context, args); }};
   }
 
  private:
@@ -223,7 +223,7 @@ std::vector<std::pair<std::string, const Tensor*>> BlockResults::named() const {
   return result;
 }
 
-BlockResults forward(const BlockCase& problem, const Context& context, const ViewOf& view_of) {
+PreparedBlock prepare_forward(const BlockCase& problem, const ViewOf& view_of) {
   const BlockSpec& spec = problem.spec;
   Outputs outputs(view_of);
   switch (spec.block) {
@@ -234,34 +234,34 @@ BlockResults forward(const BlockCase& problem, const Context& context, const Vie
       args.chunk_size = static_cast<int32_t>(spec.C);
       args.reverse = spec.reverse;
       args.y = outputs.make("y", wide(spec), problem.x.shape());
-      return outputs.finish(chunk_local_cumsum(context, args));
+      return outputs.with(chunk_local_cumsum, args);
     }
     case Block::kScaledDotKkt: {
       ScaledDotKktForward args;
       args.in = kkt_inputs(problem, view_of);
       args.a = outputs.make("a", wide(spec), matrix_shape(spec));
-      return outputs.finish(scaled_dot_kkt_forward(context, args));
+      return outputs.with(scaled_dot_kkt_forward, args);
     }
     case Block::kSolveTril: {
       SolveTrilForward args;
       args.a = view_of(problem.a, false);
       args.cu_seqlens = view_of(problem.cu_seqlens, false);
       args.j = outputs.make("j", spec.dtype, matrix_shape(spec));
-      return outputs.finish(solve_tril_forward(context, args));
+      return outputs.with(solve_tril_forward, args);
     }
     case Block::kWy: {
       WyForward args;
       args.in = wy_inputs(problem, view_of);
       args.w = outputs.make("w", spec.dtype, {spec.B, spec.T, spec.HV, spec.K});
       args.u = outputs.like("u", problem.v);
-      return outputs.finish(wy_forward(context, args));
+      return outputs.with(wy_forward, args);
     }
     case Block::kL2Norm: {
       L2NormForward args;
       args.x = view_of(problem.x, false);
       args.y = outputs.like("y", problem.x);
       args.rstd = outputs.like("rstd", problem.rstd);
-      return outputs.finish(l2norm_forward(context, args));
+      return outputs.with(l2norm_forward, args);
     }
     case Block::kGateActivation:
       break;
@@ -270,10 +270,10 @@ BlockResults forward(const BlockCase& problem, const Context& context, const Vie
   args.in = gate_inputs(problem, view_of);
   args.options = gate_options(spec);
   args.g = outputs.make("g", wide(spec), problem.x.shape());
-  return outputs.finish(gate_activation_forward(context, args));
+  return outputs.with(gate_activation_forward, args);
 }
 
-BlockResults backward(const BlockCase& problem, const Context& context, const ViewOf& view_of) {
+PreparedBlock prepare_backward(const BlockCase& problem, const ViewOf& view_of) {
   const BlockSpec& spec = problem.spec;
   Outputs outputs(view_of);
   switch (spec.block) {
@@ -284,7 +284,7 @@ BlockResults backward(const BlockCase& problem, const Context& context, const Vi
       args.dk = outputs.like("dk", problem.k);
       args.dbeta = outputs.like("dbeta", problem.beta);
       args.dgamma = outputs.like("dgamma", problem.gamma);
-      return outputs.finish(scaled_dot_kkt_backward(context, args));
+      return outputs.with(scaled_dot_kkt_backward, args);
     }
     case Block::kSolveTril: {
       SolveTrilBackward args;
@@ -292,7 +292,7 @@ BlockResults backward(const BlockCase& problem, const Context& context, const Vi
       args.dj = view_of(problem.d_first, false);
       args.cu_seqlens = view_of(problem.cu_seqlens, false);
       args.da = outputs.make("da", wide(spec), matrix_shape(spec));
-      return outputs.finish(solve_tril_backward(context, args));
+      return outputs.with(solve_tril_backward, args);
     }
     case Block::kWy: {
       WyBackward args;
@@ -304,7 +304,7 @@ BlockResults backward(const BlockCase& problem, const Context& context, const Vi
       args.dbeta = outputs.like("dbeta", problem.beta);
       args.dgamma = outputs.like("dgamma", problem.gamma);
       args.da = outputs.make("da", wide(spec), matrix_shape(spec));
-      return outputs.finish(wy_backward(context, args));
+      return outputs.with(wy_backward, args);
     }
     case Block::kL2Norm: {
       L2NormBackward args;
@@ -312,7 +312,7 @@ BlockResults backward(const BlockCase& problem, const Context& context, const Vi
       args.rstd = view_of(problem.rstd, false);
       args.dy = view_of(problem.d_first, false);
       args.dx = outputs.like("dx", problem.x);
-      return outputs.finish(l2norm_backward(context, args));
+      return outputs.with(l2norm_backward, args);
     }
     case Block::kGateActivation: {
       GateActivationBackward args;
@@ -322,12 +322,24 @@ BlockResults backward(const BlockCase& problem, const Context& context, const Vi
       args.dx = outputs.like("dx", problem.x);
       args.da_log = outputs.like("da_log", problem.a_log);
       args.ddt_bias = outputs.like("ddt_bias", problem.dt_bias);
-      return outputs.finish(gate_activation_backward(context, args));
+      return outputs.with(gate_activation_backward, args);
     }
     case Block::kChunkLocalCumsum:
       break;
   }
   throw std::invalid_argument("chunk_local_cumsum has no backward of its own");
+}
+
+BlockResults forward(const BlockCase& problem, const Context& context, const ViewOf& view_of) {
+  PreparedBlock prepared = prepare_forward(problem, view_of);
+  prepared.results.implementation = prepared.run(context);
+  return std::move(prepared.results);
+}
+
+BlockResults backward(const BlockCase& problem, const Context& context, const ViewOf& view_of) {
+  PreparedBlock prepared = prepare_backward(problem, view_of);
+  prepared.results.implementation = prepared.run(context);
+  return std::move(prepared.results);
 }
 
 }  // namespace fastweight::support

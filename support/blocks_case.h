@@ -62,6 +62,14 @@ struct BlockResults {
 using ViewOf = std::function<TensorView(const Tensor& tensor, bool written)>;
 inline TensorView dense_view(const Tensor& tensor, bool) { return tensor.view(); }
 
+// A call with its outputs, which can be made any number of times.
+struct PreparedBlock {
+  BlockResults results;
+  std::function<std::string(const Context&)> run;
+};
+PreparedBlock prepare_forward(const BlockCase& problem, const ViewOf& view_of = dense_view);
+PreparedBlock prepare_backward(const BlockCase& problem, const ViewOf& view_of = dense_view);
+
 BlockResults forward(const BlockCase& problem, const Context& context, const ViewOf& view_of = dense_view);
 BlockResults backward(const BlockCase& problem, const Context& context, const ViewOf& view_of = dense_view);
 

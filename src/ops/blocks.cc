@@ -134,9 +134,10 @@ void check_sequences(const char* name, const TensorView& cu_seqlens, const Block
     check::cu_seqlens(cu_seqlens, sizes.tokens);
     num_sequences = cu_seqlens.shape[0] - 1;
   }
-  constexpr int64_t kWidest = int64_t{1} << 28;  // whose square is still far from the limit
+  // Blocks have no states; their multiply-adds per token and head are counted in 64 bits too.
+  constexpr int64_t kNarrowest = 64, kWidest = int64_t{1} << 28;
   check::scratch_extent(sizes.batch, sizes.tokens, num_sequences, sizes.num_value_heads,
-                        std::clamp(sizes.head_dim_k, kMaxHeadDim, kWidest), name);
+                        std::clamp(sizes.head_dim_k, kNarrowest, kWidest), name);
 }
 
 // A gate of [B, T, HV] or [B, T, HV, K], with at least one head and channel; sets the sizes.

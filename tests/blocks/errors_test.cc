@@ -32,7 +32,7 @@ const std::vector<NamedSpoil>& spoils() {
       {"another rank", [](TensorView& view) { view.rank = view.rank == 1 ? 2 : 1; }},
       {"a rank of 6", [](TensorView& view) { view.rank = 6; }},
       {"a negative rank", [](TensorView& view) { view.rank = -1; }},
-      {"a longer axis", [](TensorView& view) { ++view.shape[static_cast<size_t>(view.rank - 1)]; }},
+      {"a longer axis", [](TensorView& view) { ++view.shape[view.rank > 1 ? 1 : 0]; }},
       {"a longer first axis", [](TensorView& view) { ++view.shape[0]; }},
       {"a negative extent", [](TensorView& view) { view.shape[0] = -3; }},
       {"a negative stride", [](TensorView& view) { view.strides[0] = -1; }},
@@ -42,16 +42,17 @@ const std::vector<NamedSpoil>& spoils() {
       {"no memory", [](TensorView& view) { view.data = nullptr; }},
       {"an odd address", [](TensorView& view) { view.data = static_cast<char*>(view.data) + 1; }},
       {"another device", [](TensorView& view) { view.device.type = DeviceType::kCuda; }},
-      {"more than the address space", [](TensorView& view) { view.strides[0] = std::numeric_limits<int64_t>::max(); }},
+      {"more than the address space",
+       [](TensorView& view) { view.strides[view.rank > 1 ? 1 : 0] = std::numeric_limits<int64_t>::max(); }},
       {"elements that share memory", [](TensorView& view) { view.strides = {}; }, true},
   };
   return all;
 }
 
-using Run = BlockResults (*)(const BlockCase&, const Context&, const support::ViewOf&);
+using Entry = BlockResults (*)(const BlockCase&, const Context&, const support::ViewOf&);
 
 // The call with its view number `position` spoiled; false if the call has fewer.
-bool expect_refused(Run run, const BlockCase& problem, size_t position, const NamedSpoil& spoil) {
+bool expect_refused(Entry run, const BlockCase& problem, size_t position, const NamedSpoil& spoil) {
   size_t count = 0;
   bool reached = false, spoiled = false;
   std::deque<Tensor> outputs;
@@ -98,8 +99,8 @@ TEST(BlockErrors, EveryTensorIsChecked) {
         spec.V = 5;
         if (packed) spec = with_lengths(spec, {7, 0, 13});
         const BlockCase problem = support::draw(spec, 1);
-        for (Run run : {Run(support::forward), Run(support::backward)}) {
-          if (block == Block::kChunkLocalCumsum && run == Run(support::backward)) continue;
+        for (Entry run : {Entry(support::forward), Entry(support::backward)}) {
+          if (block == Block::kChunkLocalCumsum && run == Entry(support::backward)) continue;
           for (const NamedSpoil& spoil : spoils()) {
             for (size_t position = 0; expect_refused(run, problem, position, spoil); ++position) {
             }

@@ -83,6 +83,8 @@ TEST_F(Tool, InfoListsTheImplementations) {
   EXPECT_EQ(json_text.exit_code, 0);
   const auto json = nlohmann::json::parse(json_text.output);
   EXPECT_EQ(json.at("devices"), nlohmann::json::array({"cpu"}));
+  EXPECT_EQ(json.at("implementations").at("solve_tril").at("bwd").back(), "reference");
+  EXPECT_FALSE(json.at("implementations").at("solve_tril").contains("step"));
   for (const char* op : {"delta_rule", "gdn", "kda", "ttt_linear", "short_conv"}) {
     for (const char* mode : {"fwd", "bwd", "step"}) {
       EXPECT_EQ(json.at("implementations").at(op).at(mode).back(), "reference");
@@ -146,6 +148,27 @@ TEST_F(Tool, BenchMeasuresShortConv) {
   EXPECT_TRUE(contains(bench.output, "short_conv")) << bench.output;
 }
 
+TEST_F(Tool, BenchMeasuresBlocks) {
+  const fs::path json_path = folder_ / "out.json";
+  const std::string blocks = "chunk_local_cumsum,scaled_dot_kkt,solve_tril,wy,l2norm,gate_activation";
+  const Outcome bench = run("bench --threads 1 --min-time 0 --repeat 1 --op " + blocks +
+                            " --shape T=100,H=1,HV=2,K=16,V=8 --varlen 3 --json " + json_path.string());
+  ASSERT_EQ(bench.exit_code, 0) << bench.output;
+  const auto records = nlohmann::json::parse(read_text(json_path));
+  EXPECT_EQ(records.size(), 11U);  // chunk_local_cumsum is its own adjoint
+  for (const auto& record : records) {
+    EXPECT_EQ(record.at("impl"), "simd");
+    EXPECT_EQ(record.at("C"), 64);
+    EXPECT_GT(record.at("gbps"), 0);
+  }
+}
+
+TEST_F(Tool, CheckRunsBlocks) {
+  const Outcome check = run("check --op solve_tril,l2norm");
+  EXPECT_EQ(check.exit_code, 0) << check.output;
+  EXPECT_TRUE(contains(check.output, "0 failed, 0 skipped")) << check.output;
+}
+
 TEST_F(Tool, BenchSkipsOperatorsThatAShapeDoesNotFit) {
   const Outcome bench = run("bench --threads 1 --min-time 0 --repeat 1 --mode step --shape H=1,K=16,V=24");
   EXPECT_EQ(bench.exit_code, 0) << bench.output;
@@ -187,6 +210,7 @@ TEST_F(Tool, WrongCommandLinesNameTheirFlag) {
       {"bench --op", "--op"},
       {"bench --op mamba", "--op"},
       {"bench --mode sideways", "--mode"},
+      {"bench --op solve_tril --mode step", "--mode: solve_tril has no step"},
       {"bench --impl frobnicate", "--impl"},
       {"bench --dtype fp8", "--dtype"},
       {"bench --dtype fp32,", "--dtype"},

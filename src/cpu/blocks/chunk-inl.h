@@ -48,6 +48,20 @@ HWY_INLINE void for_each_item(int64_t items, int64_t multiply_adds, const Contex
   });
 }
 
+// ---- Rows of gates ------------------------------------------------------------------------------------------------
+
+// Blocks of heads whose rows of a token are worked on together, for they lie together: head by head, a chunk's rows are
+// often one to a page, and the walk over them takes several times as long.
+struct HeadBlocks {
+  int64_t heads, ld, size;
+
+  HeadBlocks(int64_t heads_, int64_t width, int64_t most_elements)
+      : heads(heads_), ld(padded_width(width)), size(std::clamp<int64_t>(most_elements / ld, 1, heads)) {}
+  int64_t count() const { return (heads + size - 1) / size; }
+  int64_t first(int64_t block) const { return block * size; }
+  int64_t end(int64_t block) const { return std::min(heads, (block + 1) * size); }
+};
+
 // ---- Chunk matrices, [rows][kMatrix] ------------------------------------------------------------------------------
 
 inline constexpr int64_t kMatrix = 64;  // the distance of rows: a constant, whatever C is

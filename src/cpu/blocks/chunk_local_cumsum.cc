@@ -15,15 +15,17 @@ namespace blocks {
 namespace {
 
 struct CumsumScratch {
-  int64_t ld;
+  int64_t ld, heads;
   float* row = nullptr;  // [ld]
-  float* sum = nullptr;  // [ld]
+  float* sum = nullptr;  // [heads][ld]
 
   void carve(Carver& carver) {
     row = carver.take<float>(ld);
-    sum = carver.take<float>(ld);
+    sum = carver.take<float>(heads * ld);
   }
 };
+
+inline constexpr int64_t kElementsPerItem = 4096;  // of a token
 
 }  // namespace
 
@@ -31,20 +33,24 @@ void chunk_local_cumsum(const BlockProblem<ChunkLocalCumsum>& problem, const Con
   const ChunkLocalCumsum& args = problem.args;
   const TensorView &x = args.x, &y = args.y;
   const BlockSizes& sizes = problem.sizes;
-  const int64_t heads = x.shape[2], width = x.shape[3];
+  const int64_t width = x.shape[3];
+  const HeadBlocks heads(x.shape[2], width, kElementsPerItem);
   const auto chunks = chunk_table(sizes.batch, sizes.tokens, args.cu_seqlens, sizes.chunk_size);
-  for_each_item(static_cast<int64_t>(chunks.size()) * heads, sizes.batch * sizes.tokens * heads * width, context,
-                CumsumScratch{padded_width(width)}, [&](int64_t item, const CumsumScratch& s) HWY_ATTR {
-                  const Chunk& chunk = chunks[static_cast<size_t>(item / heads)];
-                  const int64_t h = item % heads;
-                  std::memset(s.sum, 0, static_cast<size_t>(s.ld) * sizeof(float));
+  for_each_item(static_cast<int64_t>(chunks.size()) * heads.count(), sizes.batch * sizes.tokens * heads.heads * width,
+                context, CumsumScratch{heads.ld, heads.size}, [&](int64_t item, const CumsumScratch& s) HWY_ATTR {
+                  const Chunk& chunk = chunks[static_cast<size_t>(item / heads.count())];
+                  const int64_t block = item % heads.count(), first = heads.first(block), end = heads.end(block);
+                  std::memset(s.sum, 0, static_cast<size_t>(s.heads * s.ld) * sizeof(float));
                   for (int64_t n = 0; n < chunk.length; ++n) {
                     const int64_t t = chunk.begin + (args.reverse ? chunk.length - 1 - n : n);
-                    load_row(row_of(x, chunk.batch, t, h), x.dtype, x.strides[3], width, s.row, s.ld);
-                    for (int64_t d = 0; d < s.ld; d += kLanes) {
-                      store(hn::Add(load(s.sum + d), load(s.row + d)), s.sum + d);
+                    for (int64_t h = first; h < end; ++h) {
+                      float* sum = s.sum + (h - first) * s.ld;
+                      load_row(row_of(x, chunk.batch, t, h), x.dtype, x.strides[3], width, s.row, s.ld);
+                      for (int64_t d = 0; d < s.ld; d += kLanes) {
+                        store(hn::Add(load(sum + d), load(s.row + d)), sum + d);
+                      }
+                      store_row(sum, row_of(y, chunk.batch, t, h), y.dtype, y.strides[3], width);
                     }
-                    store_row(s.sum, row_of(y, chunk.batch, t, h), y.dtype, y.strides[3], width);
                   }
                 });
 }

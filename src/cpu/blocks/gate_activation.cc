@@ -22,31 +22,40 @@ namespace blocks {
 namespace {
 
 inline constexpr int64_t kTokensPerSum = 1024;
-inline constexpr int64_t kActivationCost = 32;  // multiply-adds that take as long
+inline constexpr int64_t kElementsPerItem = 2048;  // of a token
+inline constexpr int64_t kActivationCost = 32;     // multiply-adds that take as long
 
 struct GateScratch {
-  int64_t ld;
-  float* a = nullptr;     // [ld] exp(A_log) of each column
-  float* bias = nullptr;  // [ld] dt_bias
+  int64_t ld, heads;
+  float* a = nullptr;     // [heads][ld] exp(A_log) of each column
+  float* bias = nullptr;  // [heads][ld] dt_bias
+  float* sum = nullptr;   // [heads][ld] of log decays, or of their gradients
   float* x = nullptr;     // [ld]
-  float* sum = nullptr;   // [ld] of log decays, or of their gradients
   float* dx = nullptr;    // [ld]
 
   void carve(Carver& carver) {
-    for (float** row : {&a, &bias, &x, &sum, &dx}) *row = carver.take<float>(ld);
+    for (float** rows : {&a, &bias, &sum}) *rows = carver.take<float>(heads * ld);
+    for (float** row : {&x, &dx}) *row = carver.take<float>(ld);
   }
 };
 
-// The parameters of the columns of head h (BlockProblem says what a column is).
-HWY_INLINE void load_parameters(const GateActivationInputs& in, Gate gate, int64_t h, const GateScratch& s) {
+// The parameters of the columns of heads [first, end) (BlockProblem says what a column is).
+HWY_INLINE void load_parameters(const GateActivationInputs& in, Gate gate, int64_t first, int64_t end,
+                                const GateScratch& s) {
   const int64_t width = in.x.shape[3];
-  for (int64_t d = 0; d < s.ld; ++d) {
-    const int64_t head = gate == Gate::kPerChannel ? h : d;
-    s.a[d] = 1;
-    s.bias[d] = 0;
-    if (d >= width) continue;
-    if (in.a_log.present()) s.a[d] = std::exp(static_cast<float>(load_element(in.a_log, head)));
-    if (in.dt_bias.present()) s.bias[d] = static_cast<float>(load_element(in.dt_bias, h * width + d));
+  for (int64_t h = first; h < end; ++h) {
+    float *a = s.a + (h - first) * s.ld, *bias = s.bias + (h - first) * s.ld;
+    for (int64_t d = 0; d < s.ld; ++d) {
+      a[d] = 1;
+      bias[d] = 0;
+      if (d >= width) continue;
+      if (gate == Gate::kPerChannel && d > 0) {
+        a[d] = a[0];
+      } else if (in.a_log.present()) {
+        a[d] = std::exp(static_cast<float>(load_element(in.a_log, gate == Gate::kPerChannel ? h : d)));
+      }
+      if (in.dt_bias.present()) bias[d] = static_cast<float>(load_element(in.dt_bias, h * width + d));
+    }
   }
 }
 
@@ -68,33 +77,36 @@ std::vector<size_t> ends_of_runs(const std::vector<Chunk>& chunks) {
   return ends;
 }
 
-// One chunk of head h, from its last token to its first.
-HWY_INLINE void chunk_backward(const GateActivationBackward& args, const Chunk& chunk, int64_t h, const GateScratch& s,
-                               double* da_log, double* ddt_bias) {
+// Heads [first, end) of one chunk, from its last token to its first. The sums begin at the columns of head `first`.
+HWY_INLINE void chunk_backward(const GateActivationBackward& args, const Chunk& chunk, int64_t first, int64_t end,
+                               const GateScratch& s, double* da_log, double* ddt_bias) {
   const TensorView &x = args.in.x, &dg = args.dg, &dx = args.dx;
   const int64_t width = x.shape[3];
   const bool summed = args.options.chunk_size != 0, bounded = std::isfinite(args.options.lower_bound);
   const Vec bound = broadcast(bounded ? static_cast<float>(args.options.lower_bound) : 0.0f);
-  std::memset(s.sum, 0, static_cast<size_t>(s.ld) * sizeof(float));
+  std::memset(s.sum, 0, static_cast<size_t>(s.heads * s.ld) * sizeof(float));
   for (int64_t t = chunk.begin + chunk.length - 1; t >= chunk.begin; --t) {
-    load_row(row_of(x, chunk.batch, t, h), x.dtype, x.strides[3], width, s.x, s.ld);
-    load_row(row_of(dg, chunk.batch, t, h), dg.dtype, dg.strides[3], width, s.dx, s.ld);
-    for (int64_t d = 0; d < s.ld; d += kLanes) {
-      Vec dy = load(s.dx + d);
-      if (summed) {
-        dy = hn::Add(load(s.sum + d), dy);
-        store(dy, s.sum + d);
+    for (int64_t h = first; h < end; ++h) {
+      const int64_t row = (h - first) * s.ld, column = (h - first) * width;
+      load_row(row_of(x, chunk.batch, t, h), x.dtype, x.strides[3], width, s.x, s.ld);
+      load_row(row_of(dg, chunk.batch, t, h), dg.dtype, dg.strides[3], width, s.dx, s.ld);
+      for (int64_t d = 0; d < s.ld; d += kLanes) {
+        Vec dy = load(s.dx + d);
+        if (summed) {
+          dy = hn::Add(load(s.sum + row + d), dy);
+          store(dy, s.sum + row + d);
+        }
+        const Vec z = hn::Add(load(s.x + d), load(s.bias + row + d));
+        const GateGradient gradient = log_decay_adjoint(z, load(s.a + row + d), bounded, bound, dy);
+        store(gradient.x, s.dx + d);
+        store(gradient.a_log, s.x + d);
       }
-      const Vec z = hn::Add(load(s.x + d), load(s.bias + d));
-      const GateGradient gradient = log_decay_adjoint(z, load(s.a + d), bounded, bound, dy);
-      store(gradient.x, s.dx + d);
-      store(gradient.a_log, s.x + d);
+      for (int64_t d = 0; d < width; ++d) {
+        da_log[column + d] += static_cast<double>(s.x[d]);
+        ddt_bias[column + d] += static_cast<double>(s.dx[d]);
+      }
+      if (dx.present()) store_row(s.dx, row_of(dx, chunk.batch, t, h), dx.dtype, dx.strides[3], width);
     }
-    for (int64_t d = 0; d < width; ++d) {
-      da_log[d] += static_cast<double>(s.x[d]);
-      ddt_bias[d] += static_cast<double>(s.dx[d]);
-    }
-    if (dx.present()) store_row(s.dx, row_of(dx, chunk.batch, t, h), dx.dtype, dx.strides[3], width);
   }
 }
 
@@ -121,49 +133,56 @@ void store_sums(const BlockProblem<GateActivationBackward>& problem, int64_t run
 void gate_activation_forward(const BlockProblem<GateActivationForward>& problem, const Context& context) {
   const GateActivationForward& args = problem.args;
   const TensorView &x = args.in.x, &g = args.g;
-  const int64_t heads = x.shape[2], width = x.shape[3];
+  const int64_t width = x.shape[3];
+  const HeadBlocks heads(x.shape[2], width, kElementsPerItem);
   const bool summed = args.options.chunk_size != 0, bounded = std::isfinite(args.options.lower_bound);
   const float bound = bounded ? static_cast<float>(args.options.lower_bound) : 0.0f;
   const auto chunks = chunks_of(problem.sizes, args.in.cu_seqlens);
-  const int64_t cost = kActivationCost * problem.sizes.batch * problem.sizes.tokens * heads * width;
-  for_each_item(static_cast<int64_t>(chunks.size()) * heads, cost, context, GateScratch{padded_width(width)},
+  const int64_t cost = kActivationCost * problem.sizes.batch * problem.sizes.tokens * heads.heads * width;
+  for_each_item(static_cast<int64_t>(chunks.size()) * heads.count(), cost, context, GateScratch{heads.ld, heads.size},
                 [&](int64_t item, const GateScratch& s) HWY_ATTR {
-                  const Chunk& chunk = chunks[static_cast<size_t>(item / heads)];
-                  const int64_t h = item % heads;
-                  load_parameters(args.in, problem.sizes.gate, h, s);
-                  std::memset(s.sum, 0, static_cast<size_t>(s.ld) * sizeof(float));
+                  const Chunk& chunk = chunks[static_cast<size_t>(item / heads.count())];
+                  const int64_t block = item % heads.count(), first = heads.first(block), end = heads.end(block);
+                  load_parameters(args.in, problem.sizes.gate, first, end, s);
+                  std::memset(s.sum, 0, static_cast<size_t>(s.heads * s.ld) * sizeof(float));
                   for (int64_t t = chunk.begin; t < chunk.begin + chunk.length; ++t) {
-                    load_row(row_of(x, chunk.batch, t, h), x.dtype, x.strides[3], width, s.x, s.ld);
-                    for (int64_t d = 0; d < s.ld; d += kLanes) {
-                      const Vec z = hn::Add(load(s.x + d), load(s.bias + d));
-                      const Vec y = log_decay(z, load(s.a + d), bounded, broadcast(bound));
-                      store(summed ? hn::Add(load(s.sum + d), y) : y, s.sum + d);
+                    for (int64_t h = first; h < end; ++h) {
+                      const int64_t row = (h - first) * s.ld;
+                      float* sum = s.sum + row;
+                      load_row(row_of(x, chunk.batch, t, h), x.dtype, x.strides[3], width, s.x, s.ld);
+                      for (int64_t d = 0; d < s.ld; d += kLanes) {
+                        const Vec z = hn::Add(load(s.x + d), load(s.bias + row + d));
+                        const Vec y = log_decay(z, load(s.a + row + d), bounded, broadcast(bound));
+                        store(summed ? hn::Add(load(sum + d), y) : y, sum + d);
+                      }
+                      store_row(sum, row_of(g, chunk.batch, t, h), g.dtype, g.strides[3], width);
                     }
-                    store_row(s.sum, row_of(g, chunk.batch, t, h), g.dtype, g.strides[3], width);
                   }
                 });
 }
 
 void gate_activation_backward(const BlockProblem<GateActivationBackward>& problem, const Context& context) {
   const GateActivationBackward& args = problem.args;
-  const int64_t heads = args.in.x.shape[2], width = args.in.x.shape[3];
+  const int64_t width = args.in.x.shape[3];
+  const HeadBlocks heads(args.in.x.shape[2], width, kElementsPerItem);
   const auto chunks = chunks_of(problem.sizes, args.in.cu_seqlens);
   const auto ends = ends_of_runs(chunks);
-  const int64_t runs = static_cast<int64_t>(ends.size()), columns = heads * width;
+  const int64_t runs = static_cast<int64_t>(ends.size()), columns = heads.heads * width;
   const int64_t cost = 2 * kActivationCost * problem.sizes.batch * problem.sizes.tokens * columns;
   const Workspace workspace(context, static_cast<size_t>(2 * runs * columns) * sizeof(double));
   double* const sums = static_cast<double*>(workspace.data());
-  for_each_item(runs * heads, cost, context, GateScratch{padded_width(width)},
+  for_each_item(runs * heads.count(), cost, context, GateScratch{heads.ld, heads.size},
                 [&](int64_t item, const GateScratch& s) HWY_ATTR {
-                  const int64_t run = item / heads, h = item % heads;
-                  double* const da_log = sums + 2 * run * columns + h * width;
+                  const int64_t run = item / heads.count(), block = item % heads.count();
+                  const int64_t first = heads.first(block), end = heads.end(block);
+                  double* const da_log = sums + 2 * run * columns + first * width;
                   double* const ddt_bias = da_log + columns;
-                  std::fill_n(da_log, width, 0.0);
-                  std::fill_n(ddt_bias, width, 0.0);
-                  load_parameters(args.in, problem.sizes.gate, h, s);
-                  const size_t end = ends[static_cast<size_t>(run)];
-                  for (size_t i = run == 0 ? 0 : ends[static_cast<size_t>(run - 1)]; i < end; ++i) {
-                    chunk_backward(args, chunks[i], h, s, da_log, ddt_bias);
+                  std::fill_n(da_log, (end - first) * width, 0.0);
+                  std::fill_n(ddt_bias, (end - first) * width, 0.0);
+                  load_parameters(args.in, problem.sizes.gate, first, end, s);
+                  const size_t last = ends[static_cast<size_t>(run)];
+                  for (size_t i = run == 0 ? 0 : ends[static_cast<size_t>(run - 1)]; i < last; ++i) {
+                    chunk_backward(args, chunks[i], first, end, s, da_log, ddt_bias);
                   }
                 });
   store_sums(problem, runs, columns, sums);

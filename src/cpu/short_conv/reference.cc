@@ -17,8 +17,6 @@ namespace {
 
 using Taps = std::array<double, 16>;  // one number per tap or state slot; W of them count
 
-double sigmoid(double z) { return 1 / (1 + std::exp(-z)); }
-
 // One channel.
 struct Filter {
   const ShortConvInputs& in;
