@@ -8,9 +8,12 @@ from .gated_delta_rule import (
     fused_recurrent_gdn,
 )
 from .kda import chunk_kda, fused_recurrent_kda
+from .short_conv import causal_conv1d, causal_conv1d_update
 from .ttt_linear import chunk_ttt_linear, fused_chunk_ttt_linear, ttt_linear_step
 
 __all__ = [
+    "causal_conv1d",
+    "causal_conv1d_update",
     "chunk_delta_rule",
     "chunk_gated_delta_rule",
     "chunk_gdn",
