@@ -1,5 +1,5 @@
 """Delta-rule sequence operators (DeltaNet, Gated DeltaNet, KDA, TTT-Linear) for PyTorch."""
 
-from . import ops
+from . import layers, ops
 
-__all__ = ["ops"]
+__all__ = ["layers", "ops"]
