@@ -1,5 +1,6 @@
 """Delta-rule sequence operators (DeltaNet, Gated DeltaNet, KDA, TTT-Linear) for PyTorch."""
 
 from . import layers, ops
+from ._accelerate import accelerate, restore
 
-__all__ = ["layers", "ops"]
+__all__ = ["accelerate", "layers", "ops", "restore"]

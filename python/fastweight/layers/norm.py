@@ -9,9 +9,21 @@ from torch import Tensor, nn
 _GATES = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
 
 
-def _normalised(x: Tensor, eps: float) -> Tensor:
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, gate: Tensor | None = None, activation: str = "silu"
+) -> Tensor:
+    """`weight * x / sqrt(mean(x^2) + eps) * activation(gate)` over the last axis, in the type of x."""
+    y = _wide(x)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight
+    if gate is not None:
+        y = y * _GATES[activation](_wide(gate))
+    return y.to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -23,7 +35,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (_normalised(x, self.eps) * self.weight).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -41,8 +53,7 @@ class RMSNormGated(RMSNorm):
         self.activation = activation
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        gate = _GATES[self.activation](gate.to(torch.promote_types(gate.dtype, torch.float32)))
-        return (_normalised(x, self.eps) * self.weight * gate).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, gate, self.activation)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"

@@ -1,0 +1,317 @@
+"""Models of other packages on our operators.
+
+The modeling files of Hugging Face transformers (Qwen3-Next, Qwen3.5, Kimi-Linear, OLMo-hybrid and their relatives) and
+the layers of flash-linear-attention call a handful of functions that they find under a name in their own module.
+`accelerate` puts ours under these names, in modules that are loaded and, through an import hook, in those loaded later;
+models look the names up when they run, so those that exist already follow too. `restore` puts everything back.
+
+A replacement computes what the original would. It leaves calls to the original that ours have no kernel for: tensors on
+another device, an activation other than silu, and graphs that are being exported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import sys
+import types
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import ops
+from ._short_conv import ACTIVATIONS
+from .layers.norm import rms_norm
+
+_MAX_HEAD_DIM = 256
+_MAX_CONV_SIZE = 16
+
+
+def _devices(operator: str) -> frozenset[str]:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return frozenset(d for d in ("cpu", "cuda") if has_kernel(f"fastweight::{operator}", d.upper()))
+
+
+_DELTA_RULE_DEVICES = _devices("delta_rule_forward")
+_SHORT_CONV_DEVICES = _devices("short_conv_forward")
+
+
+def _takes_delta_rule(k: Tensor, v: Tensor) -> bool:
+    return (
+        k.device.type in _DELTA_RULE_DEVICES
+        and max(k.shape[-1], v.shape[-1]) <= _MAX_HEAD_DIM
+        and not torch.compiler.is_exporting()
+    )
+
+
+def _takes_short_conv(x: Tensor, weight: Tensor, activation: str | None) -> bool:
+    return (
+        x.device.type in _SHORT_CONV_DEVICES
+        and activation in ACTIVATIONS
+        and weight.shape[-1] <= _MAX_CONV_SIZE
+        and not torch.compiler.is_exporting()
+    )
+
+
+# transformers -------------------------------------------------------------------------------------------------------
+
+
+def _offsets(cu_seqlens: Tensor | None, kwargs: dict) -> Tensor | None:
+    """The offsets of packed sequences, under whichever name the model received them: `cu_seqlens`, the arguments of
+    flash attention, or the number of each token's sequence."""
+    if cu_seqlens is None:
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+    seq_idx = kwargs.get("seq_idx")
+    if cu_seqlens is not None or seq_idx is None:
+        return cu_seqlens
+    if seq_idx.shape[0] != 1:
+        raise ValueError(f"seq_idx: expected a batch of 1, got {seq_idx.shape[0]}: pack the sequences into one")
+    starts = (seq_idx[0, 1:] != seq_idx[0, :-1]).nonzero().flatten() + 1
+    return torch.cat([starts.new_tensor([0]), starts, starts.new_tensor([seq_idx.shape[1]])])
+
+
+def _causal_conv1d_fn(original):
+    @functools.wraps(original)
+    def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
+        if not _takes_short_conv(hidden_states, weight, activation):
+            return original(hidden_states, weight, bias, activation=activation, **kwargs)
+        x = hidden_states.transpose(1, 2)  # they have the channels first
+        y, _ = ops.causal_conv1d(x, weight, bias, activation=activation, cu_seqlens=_offsets(None, kwargs))
+        return y.transpose(1, 2)
+
+    return causal_conv1d_fn
+
+
+def _causal_conv1d_update(original):
+    @functools.wraps(original)
+    def causal_conv1d_update(hidden_states, conv_state, weight, bias=None, activation=None):
+        if (
+            not _takes_short_conv(hidden_states, weight, activation)
+            or conv_state.shape[-1] != weight.shape[-1]
+            or conv_state.dtype not in (hidden_states.dtype, torch.float32)
+            or torch.is_grad_enabled()
+        ):
+            return original(hidden_states, conv_state, weight, bias, activation)
+        y, _ = ops.causal_conv1d_update(hidden_states.transpose(1, 2), conv_state, None, weight, bias, activation)
+        return y.transpose(1, 2)
+
+    return causal_conv1d_update
+
+
+def _rule(ours, *positional):
+    """For a function of (query, key, value, g, beta, *positional) in their file."""
+
+    def make(original):
+        @functools.wraps(original)
+        def rule(query, key, value, g, beta, *arguments, **kwargs):
+            if not _takes_delta_rule(key, value):
+                return original(query, key, value, g, beta, *arguments, **kwargs)
+            options = dict(zip(positional, arguments, strict=False)) | kwargs
+            return ours(
+                query,
+                key,
+                value,
+                g,
+                beta=beta,
+                initial_state=options.get("initial_state"),
+                output_final_state=options.get("output_final_state", False),
+                use_qk_l2norm_in_kernel=options.get("use_qk_l2norm_in_kernel", False),
+                cu_seqlens=_offsets(options.get("cu_seqlens"), options),
+            )
+
+        return rule
+
+    return make
+
+
+_RECURRENT = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+_CHUNK = ("chunk_size", *_RECURRENT)
+
+# What marks a modeling file as one of ours, and what is replaced in it. The library chooses between chunks and tokens
+# by itself; the functions below check less than those named after chunks.
+_TRANSFORMERS_RULES = {
+    "torch_chunk_gated_delta_rule": _rule(ops.fused_recurrent_gated_delta_rule, *_CHUNK),
+    "torch_recurrent_gated_delta_rule": _rule(ops.fused_recurrent_gated_delta_rule, *_RECURRENT),
+    "chunk_kimi_delta_attention": _rule(ops.fused_recurrent_kda, *_CHUNK),
+    "recurrent_kimi_delta_attention": _rule(ops.fused_recurrent_kda, *_RECURRENT),
+}
+_TRANSFORMERS_CONVOLUTIONS = {
+    "causal_conv1d_fn": _causal_conv1d_fn,
+    "causal_conv1d_update": _causal_conv1d_update,
+}
+
+
+# flash-linear-attention ---------------------------------------------------------------------------------------------
+
+
+def _fla_rule(ours):
+    """The same names and arguments as ours."""
+
+    def make(original):
+        @functools.wraps(original)
+        def rule(q, k, v, *arguments, **options):
+            function = ours if _takes_delta_rule(k, v) else original
+            return function(q, k, v, *arguments, **options)
+
+        return rule
+
+    return make
+
+
+def _fla_causal_conv1d(original):
+    @functools.wraps(original)
+    def causal_conv1d(
+        x,
+        weight=None,
+        bias=None,
+        residual=None,
+        initial_state=None,
+        output_final_state=False,
+        activation=None,
+        **options,
+    ):
+        arguments = (x, weight, bias, residual, initial_state, output_final_state, activation)
+        function = ops.causal_conv1d if _takes_short_conv(x, weight, activation) else original
+        return function(*arguments, **options)
+
+    return causal_conv1d
+
+
+def _fla_causal_conv1d_update(original):
+    @functools.wraps(original)
+    def causal_conv1d_update(x, cache, residual=None, weight=None, bias=None, activation=None):
+        if not _takes_short_conv(x, weight, activation):
+            return original(x, cache, residual, weight, bias, activation)
+        # One token for each sequence, packed or not.
+        with torch.no_grad():
+            rows = x.reshape(cache.shape[0], 1, -1)
+            residual = None if residual is None else residual.reshape(rows.shape)
+            y, cache = ops.causal_conv1d_update(rows, cache, residual, weight, bias, activation)
+        return y.view(x.shape), cache
+
+    return causal_conv1d_update
+
+
+def _fla_rms_norm(original):
+    @functools.wraps(original)
+    def norm(x, weight, bias, residual=None, eps=1e-5, prenorm=False, residual_in_fp32=False):
+        if x.device.type != "cpu" or bias is not None or residual is not None or prenorm:
+            return original(x, weight, bias, residual, eps, prenorm, residual_in_fp32)
+        return rms_norm(x, weight, eps)
+
+    return norm
+
+
+def _fla_rms_norm_gated(original):
+    @functools.wraps(original)
+    def norm(x, g, weight, bias, activation="swish", residual=None, prenorm=False, residual_in_fp32=False, eps=1e-6):
+        if x.device.type != "cpu" or bias is not None or residual is not None or prenorm:
+            return original(x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps)
+        return rms_norm(x, weight, eps, g, activation)
+
+    return norm
+
+
+_FLA = {
+    "chunk_delta_rule": _fla_rule(ops.chunk_delta_rule),
+    "fused_recurrent_delta_rule": _fla_rule(ops.fused_recurrent_delta_rule),
+    "chunk_gated_delta_rule": _fla_rule(ops.chunk_gated_delta_rule),
+    "fused_recurrent_gated_delta_rule": _fla_rule(ops.fused_recurrent_gated_delta_rule),
+    "chunk_kda": _fla_rule(ops.chunk_kda),
+    "fused_recurrent_kda": _fla_rule(ops.fused_recurrent_kda),
+    "causal_conv1d": _fla_causal_conv1d,
+    "causal_conv1d_update": _fla_causal_conv1d_update,
+    "rms_norm": _fla_rms_norm,
+    "rms_norm_gated": _fla_rms_norm_gated,
+}
+_FLA_MODULES = ("fla.layers", "fla.modules")
+
+
+# Putting them in place ----------------------------------------------------------------------------------------------
+
+
+def _replacements(module: types.ModuleType) -> dict[str, Callable]:
+    """The names of a module that are replaced, with what makes the replacement from the original."""
+    name = module.__name__
+    if name.startswith("transformers.models."):
+        rules = {key: make for key, make in _TRANSFORMERS_RULES.items() if key in vars(module)}
+        return rules | _TRANSFORMERS_CONVOLUTIONS if rules else {}
+    if any(name == package or name.startswith(f"{package}.") for package in _FLA_MODULES):
+        return _FLA
+    return {}
+
+
+_PREFIXES = ("transformers.models.", *(f"{package}." for package in _FLA_MODULES))
+_in_place: list[tuple[types.ModuleType, str, Callable, Callable]] = []  # module, name, original, replacement
+
+
+def _accelerate_module(module: types.ModuleType) -> None:
+    ours = {id(replacement) for _, _, _, replacement in _in_place}
+    for name, make in _replacements(module).items():
+        original = vars(module).get(name)
+        if not isinstance(original, types.FunctionType) or id(original) in ours:
+            continue
+        replacement = make(original)
+        setattr(module, name, replacement)
+        _in_place.append((module, name, original, replacement))
+
+
+class _Hook(importlib.abc.MetaPathFinder):
+    """Lets the other finders find a module, and visits it when it has been executed."""
+
+    def find_spec(self, fullname, path, target=None):
+        if not fullname.startswith(_PREFIXES):
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = None if finder is self or find is None else find(fullname, path, target)
+            if spec is not None:
+                self._visit_after_execution(spec.loader)
+                return spec
+        return None
+
+    @staticmethod
+    def _visit_after_execution(loader) -> None:
+        execute = getattr(loader, "exec_module", None)
+        if execute is None:
+            return
+
+        def exec_module(module):
+            del loader.exec_module
+            execute(module)
+            if _hook in sys.meta_path:
+                _accelerate_module(module)
+
+        loader.exec_module = exec_module
+
+
+_hook = _Hook()
+
+
+def accelerate() -> list[str]:
+    """Lets models of transformers (Qwen3-Next, Qwen3.5, Kimi-Linear, OLMo-hybrid and relatives) and the layers of
+    flash-linear-attention run on fastweight's operators: models that exist, and models that are built later.
+
+    Results agree with those of the PyTorch code that they replace to within rounding. Packed sequences
+    (`cu_seq_lens_q` or `seq_idx` among the arguments of the model) are kept apart. Calling it again does no harm.
+
+    Returns:
+        The functions that have been replaced so far; those of modules that are imported later come on top.
+    """
+    if _hook not in sys.meta_path:
+        sys.meta_path.insert(0, _hook)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_PREFIXES) and isinstance(module, types.ModuleType):
+            _accelerate_module(module)
+    return sorted(f"{module.__name__}.{name}" for module, name, _, _ in _in_place)
+
+
+def restore() -> None:
+    """Undoes `accelerate`."""
+    if _hook in sys.meta_path:
+        sys.meta_path.remove(_hook)
+    while _in_place:
+        module, name, original, replacement = _in_place.pop()
+        if vars(module).get(name) is replacement:
+            setattr(module, name, original)
