@@ -1,4 +1,5 @@
-"""Token mixers over the operators, with the parameters of flash-linear-attention's layers: their checkpoints load."""
+"""Token mixers over the operators. DeltaNet, GatedDeltaNet and KimiDeltaAttention have the parameters of
+flash-linear-attention's layers: its checkpoints load."""
 
 from .cache import Cache
 from .conv import ShortConvolution
@@ -6,6 +7,7 @@ from .delta_net import DeltaNet
 from .gated_delta_net import GatedDeltaNet
 from .kda import KimiDeltaAttention
 from .norm import RMSNorm, RMSNormGated
+from .ttt_linear import TTTLinear
 
 __all__ = [
     "Cache",
@@ -15,4 +17,5 @@ __all__ = [
     "RMSNorm",
     "RMSNormGated",
     "ShortConvolution",
+    "TTTLinear",
 ]

@@ -11,6 +11,8 @@ class Cache:
     - `recurrent_state`: `[N, HV, V, K]` fp32 (DeltaNet: `[N, H, K, V]`),
     - `conv_state`: the last W inputs of the three short convolutions, `[N, D, W]` each, or None without convolutions.
 
+    The recurrent state of TTTLinear is what `fastweight.ops.ttt_linear_step` advances: five tensors.
+
     A call without gradients advances them in place. The size of an entry does not depend on how many tokens were seen.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import ops
 from .mixer import (
@@ -17,6 +17,8 @@ from .mixer import (
     warn_without_convolution,
 )
 from .norm import RMSNorm, RMSNormGated
+
+_MAX_HEAD_DIM = 256  # of the operators
 
 
 class GatedDeltaNet(TokenMixer):
@@ -61,6 +63,8 @@ class GatedDeltaNet(TokenMixer):
         self.head_v_dim = value_width(head_dim, expand_v)
         self.key_dim = num_heads * head_dim
         self.value_dim = self.num_v_heads * self.head_v_dim
+        # Columns of a state do not depend on each other: a head that is too wide for the operators runs as several.
+        self.parts = next(n for n in range(1, self.head_v_dim + 1) if self._divides(n))
         self.use_gate = use_gate
         self.use_short_conv = use_short_conv
         self.allow_neg_eigval = allow_neg_eigval
@@ -86,14 +90,20 @@ class GatedDeltaNet(TokenMixer):
             self.o_norm = RMSNorm(self.head_v_dim, norm_eps, dtype=torch.float32)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
 
+    def _divides(self, parts: int) -> bool:
+        return self.head_v_dim % parts == 0 and self.head_v_dim // parts <= _MAX_HEAD_DIM
+
+    def _per_part(self, x: Tensor) -> Tensor:
+        return x if self.parts == 1 else x.repeat_interleave(self.parts, -1)
+
     def _mix(self, x, entry, keep_state, cu_seqlens, recurrent):
         (q, k, v), conv_state = self._project(x, entry, keep_state, cu_seqlens, (True, True, True))
-        q, k, v = heads(q, self.head_k_dim), heads(k, self.head_k_dim), heads(v, self.head_v_dim)
+        q, k, v = heads(q, self.head_k_dim), heads(k, self.head_k_dim), heads(v, self.head_v_dim // self.parts)
         options = {
-            "g": self.a_proj(x),
-            "beta": self.b_proj(x),
-            "A_log": self.A_log,
-            "dt_bias": self.dt_bias,
+            "g": self._per_part(self.a_proj(x)),
+            "beta": self._per_part(self.b_proj(x)),
+            "A_log": self._per_part(self.A_log),
+            "dt_bias": self._per_part(self.dt_bias),
             "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,
@@ -101,11 +111,16 @@ class GatedDeltaNet(TokenMixer):
             "state_v_first": True,
             "cu_seqlens": cu_seqlens,
         }
+        # [N, HV, V, K]: a part is a range of rows.
         state = None if entry is None else entry["recurrent_state"]
+        parts = None if entry is None else state.view(-1, v.shape[2], v.shape[3], self.head_k_dim)
         if recurrent and in_place(entry):
-            o = ops.delta_rule_step(q, k, v, state, **options)
+            o = ops.delta_rule_step(q, k, v, parts, **options)
         else:
             rule = ops.fused_recurrent_gated_delta_rule if recurrent else ops.chunk_gated_delta_rule
-            o, state = rule(q, k, v, initial_state=state, output_final_state=keep_state, **options)
+            o, state = rule(q, k, v, initial_state=parts, output_final_state=keep_state, **options)
+            if keep_state:
+                state = state.view(-1, self.num_v_heads, self.head_v_dim, self.head_k_dim)
+        o = o.reshape(*o.shape[:2], self.num_v_heads, self.head_v_dim)
         o = self.o_norm(o, heads(self.g_proj(x), self.head_v_dim)) if self.use_gate else self.o_norm(o)
         return self.o_proj(o.flatten(-2)), {"recurrent_state": state, "conv_state": conv_state}
