@@ -24,6 +24,7 @@
 #include "cli/text.h"
 #include "fastweight/error.h"
 #include "fastweight/info.h"
+#include "support/pages.h"
 
 namespace fastweight::cli {
 namespace {
@@ -53,7 +54,7 @@ class ScratchCache {
   static void* allocate(void* user, size_t bytes) {
     auto& free = static_cast<ScratchCache*>(user)->free_;
     const auto block = free.find(bytes);
-    if (block == free.end()) return std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (block == free.end()) return support::allocate_pages(bytes);
     void* pointer = block->second;
     free.erase(block);
     return pointer;

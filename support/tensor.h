@@ -3,26 +3,30 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <new>
 #include <span>
 #include <vector>
 
 #include "fastweight/tensor.h"
+#include "support/pages.h"
 
 namespace fastweight::support {
 
-// Storage that starts on a cache line.
+// Storage from allocate_pages.
 template <class T>
 struct AlignedAllocator {
   using value_type = T;
-  static constexpr std::align_val_t kAlignment{64};
-
   AlignedAllocator() = default;
   template <class Other>
   AlignedAllocator(const AlignedAllocator<Other>&) {}
 
-  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kAlignment)); }
-  void deallocate(T* pointer, size_t) { ::operator delete(pointer, kAlignment); }
+  T* allocate(size_t count) {
+    void* block = allocate_pages(count * sizeof(T));
+    if (block == nullptr) throw std::bad_alloc();
+    return static_cast<T*>(block);
+  }
+  void deallocate(T* pointer, size_t) { std::free(pointer); }
   friend bool operator==(const AlignedAllocator&, const AlignedAllocator&) = default;
 };
 

@@ -1,5 +1,7 @@
 #include "ops/workspace.h"
 
+#include <sys/mman.h>
+
 #include <cstdlib>
 #include <string>
 
@@ -8,7 +10,19 @@
 namespace fastweight {
 namespace {
 
-void* heap_allocate(void*, size_t bytes) { return std::aligned_alloc(kWorkspaceAlignment, bytes); }
+// Large blocks ask for huge pages where the system has them: states are walked again and again.
+void* heap_allocate(void*, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr size_t kHugePage = size_t{1} << 21;
+  if (bytes >= 2 * kHugePage) {
+    const size_t rounded = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    void* block = std::aligned_alloc(kHugePage, rounded);
+    if (block != nullptr) madvise(block, rounded, MADV_HUGEPAGE);
+    return block;
+  }
+#endif
+  return std::aligned_alloc(kWorkspaceAlignment, bytes);
+}
 void heap_release(void*, void* pointer, size_t) { std::free(pointer); }
 
 }  // namespace

@@ -59,7 +59,8 @@ TEST_P(DeltaRuleMemory, ForwardDoesNotGrowWithLength) {
   }
 }
 
-// One fp32 state per chunk of 64 and one row of values per token, for each of two threads; V is padded to at most 64.
+// One fp32 state per chunk of 64, and per token one row of values and 2 x 16 pair factors, for each of two threads; V is
+// padded to at most 64.
 TEST_P(DeltaRuleMemory, BackwardKeepsAtMostOneStatePerChunkAndThread) {
   for (const char* implementation : {"chunk", "recurrent"}) {
     size_t most[2];
@@ -71,7 +72,7 @@ TEST_P(DeltaRuleMemory, BackwardKeepsAtMostOneStatePerChunkAndThread) {
       most[i] = meter.most;
     }
     const int64_t more_tokens = lengths[1] - lengths[0];
-    const size_t state = 32 * 64 * sizeof(float), row = 64 * sizeof(float);
+    const size_t state = 32 * 64 * sizeof(float), row = (64 + 2 * 16) * sizeof(float);
     EXPECT_LE(most[1] - most[0],
               2 * (static_cast<size_t>(more_tokens / 64) * state + static_cast<size_t>(more_tokens) * row))
         << implementation;

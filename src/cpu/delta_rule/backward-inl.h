@@ -262,6 +262,9 @@ class UnitKernel {
     prefetch_rows(args.dv, *head_, head_->value_head, token, column_, width_, prefetcher_);
     prefetch_rows(args.dq, *head_, head_->key_head, token, 0, head_->K, prefetcher_);
     prefetch_rows(args.dk, *head_, head_->key_head, token, 0, head_->K, prefetcher_);
+    if (args.options.gate == Gate::kPerChannel) {
+      prefetch_rows(args.dg, *head_, head_->value_head, token, 0, head_->K, prefetcher_);
+    }
     prefetch_rows(args.in.v, *head_, head_->value_head, token - kBlock, column_, width_, prefetcher_);
     prefetch_rows(args.d_o, *head_, head_->value_head, token - kBlock, column_, width_, prefetcher_);
     prefetch_block(*head_, token - args.options.chunk_size, prefetcher_);

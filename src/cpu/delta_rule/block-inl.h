@@ -132,8 +132,8 @@ struct Block {
 // The rows of tokens [token, token + 16) that belong to the head's sequence.
 HWY_INLINE void prefetch_rows(const TensorView& x, const Head& head, int64_t x_head, int64_t token, int64_t first,
                               int64_t width, RowPrefetcher& prefetcher) {
-  prefetcher.add(x, head.batch, std::max(token, head.begin), std::min(token + kBlock, head.begin + head.length), x_head,
-                 first, width);
+  prefetch_rows(x, head.batch, std::max(token, head.begin), std::min(token + kBlock, head.begin + head.length), x_head,
+                first, width, prefetcher);
 }
 
 // What load_block will read at `token`.
@@ -210,7 +210,8 @@ HWY_INLINE void load_block(const Head& head, int64_t token, int64_t n, Block& bl
 }
 
 // The chunk form's reads and writes: running products of the decays from the left (exp(gamma_i), token i's own decay
-// included) and from the right (exp(gamma_n - gamma_i), its own not).
+// included) and from the right (exp(gamma_n - gamma_i), its own not). One decay per head: also the factors between
+// tokens, Lambda_ij = exp(gamma_i - gamma_j), by rows Lambda_i = exp(g_i) Lambda_{i-1} + e_i.
 HWY_INLINE void make_factors(Gate gate, Block& block) {
   const int64_t ld = block.ld;
   if (gate != Gate::kPerChannel) {
@@ -224,6 +225,13 @@ HWY_INLINE void make_factors(Gate gate, Block& block) {
       right *= block.decay[i];
     }
     block.total[0] = left;
+    for (int64_t v = 0; v < kBlock; v += kLanes) {
+      Vec row = zero();
+      for (int64_t i = 0; i < kBlock; ++i) {
+        row = fma(row, broadcast(block.decay[i]), load(kIdentity.rows + i * kBlock + v));
+        store(row, block.lambda + i * kBlock + v);
+      }
+    }
     return;
   }
   for (int64_t d = 0; d < ld; d += kLanes) {
@@ -246,8 +254,7 @@ HWY_INLINE void make_factors(Gate gate, Block& block) {
   for (int64_t i = 0; i < kBlock; ++i) block.read_scale[i] = block.write_scale[i] = 1;
 }
 
-// One decay per head:  A_ij = beta_i (k_i . k_j) Lambda_ij (i > j),  P_ij = (q_i . k_j) Lambda_ij (i >= j), with
-// Lambda_ij = exp(gamma_i - gamma_j) by rows: Lambda_i = exp(g_i) Lambda_{i-1} + e_i.
+// One decay per head:  A_ij = beta_i (k_i . k_j) Lambda_ij (i > j),  P_ij = (q_i . k_j) Lambda_ij (i >= j).
 HWY_INLINE void make_pairs_per_head(Block& block) {
   product<Columns, Start::kZero>({.rows = 2 * kBlock,
                                   .columns = kBlock,
@@ -259,16 +266,14 @@ HWY_INLINE void make_pairs_per_head(Block& block) {
                                   .c_in = block.pairs,
                                   .c_out = block.pairs,
                                   .c_stride = kBlock});
-  for (int64_t v = 0; v < kBlock; v += kLanes) {
-    Vec row = zero();
-    for (int64_t i = 0; i < kBlock; ++i) {
-      const Vec unit = load(kIdentity.rows + i * kBlock + v);
-      row = fma(row, broadcast(block.decay[i]), unit);
+  for (int64_t i = 0; i < kBlock; ++i) {
+    for (int64_t v = 0; v < kBlock; v += kLanes) {
+      const Vec lambda = load(block.lambda + i * kBlock + v);
+      const Vec strict = hn::Sub(lambda, load(kIdentity.rows + i * kBlock + v));
       float* a = block.pairs + i * kBlock + v;
       float* p = a + kBlock * kBlock;
-      store(hn::Mul(hn::Mul(broadcast(block.beta[i]), load(a)), hn::Sub(row, unit)), a);
-      store(hn::Mul(load(p), row), p);
-      store(row, block.lambda + i * kBlock + v);
+      store(hn::Mul(hn::Mul(broadcast(block.beta[i]), load(a)), strict), a);
+      store(hn::Mul(load(p), lambda), p);
     }
   }
 }
@@ -339,10 +344,11 @@ HWY_INLINE void make_pairs_per_channel(int64_t K, Block& block) {
   }
 }
 
-// Everything that the chunk form needs of a loaded block.
-HWY_INLINE void prepare_block(Gate gate, int64_t K, Block& block) {
+// What the chunk form needs of a loaded block: factors, reads and writes, and unless they are there already, A and P.
+HWY_INLINE void prepare_block(Gate gate, int64_t K, Block& block, bool has_pairs = false) {
   make_factors(gate, block);
   transpose(block.read, block.ld, 2 * kBlock, block.ld, block.read_columns, 2 * kBlock);
+  if (has_pairs) return;
   if (gate == Gate::kPerChannel) {
     make_pairs_per_channel(K, block);
   } else {
@@ -353,7 +359,7 @@ HWY_INLINE void prepare_block(Gate gate, int64_t K, Block& block) {
 // Panel products of the chunk form; a panel is kPanel value columns of all K rows, [ld][kPanel].
 
 // X = reads of the panel by `rows` rows (16: k alone; 32: k and q).
-HWY_INLINE void read_panel(const Block& block, int64_t rows, const float* S, float* X) {
+HWY_INLINE void read_panel(const Block& block, int64_t rows, const float* S, float* X, RowPrefetcher& prefetcher) {
   product<Columns, Start::kZero>({.rows = rows,
                                   .columns = kPanel,
                                   .depth = block.ld,
@@ -363,7 +369,8 @@ HWY_INLINE void read_panel(const Block& block, int64_t rows, const float* S, flo
                                   .b_stride = kPanel,
                                   .c_in = X,
                                   .c_out = X,
-                                  .c_stride = kPanel});
+                                  .c_stride = kPanel,
+                                  .prefetcher = &prefetcher});
 }
 
 // R = (I + A)^-1 beta (v - X) by forward substitution, four rows at a time; R is [16][kPanel].
@@ -407,7 +414,8 @@ HWY_INLINE void solve_panel(const Block& block, const float* X, const float* v, 
 }
 
 // S_out = diag(total) S_in + write^T R; the per-head write scales go into R's rows first.
-HWY_INLINE void write_panel(Gate gate, const Block& block, const float* S_in, const float* R, float* S_out) {
+HWY_INLINE void write_panel(Gate gate, const Block& block, const float* S_in, const float* R, float* S_out,
+                            RowPrefetcher& prefetcher) {
   alignas(64) float scaled[kBlock * kPanel];
   if (gate == Gate::kPerHead) {
     for (int64_t i = 0; i < kBlock; ++i) {
@@ -428,7 +436,8 @@ HWY_INLINE void write_panel(Gate gate, const Block& block, const float* S_in, co
                                    .c_out = S_out,
                                    .c_stride = kPanel,
                                    .decay = block.total,
-                                   .decay_stride = block.total_stride});
+                                   .decay_stride = block.total_stride,
+                                   .prefetcher = &prefetcher});
 }
 
 }  // namespace fastweight::cpu::HWY_NAMESPACE

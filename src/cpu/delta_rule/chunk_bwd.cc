@@ -17,7 +17,7 @@
 // products stay open.
 //
 // G's last line needs no W: W^T dR = (beta e k)^T Y. The states before the blocks are recomputed: once over the
-// sequence, keeping one state per chunk and R, then within each chunk from its first state and R.
+// sequence, keeping one state per chunk, A, P and R, then within each chunk from its first state and R.
 
 #include <cstdint>
 #include <vector>
@@ -95,7 +95,9 @@ class ChunkKernel : public UnitKernel {
     const DeltaRuleOptions& options = problem.args.options;
     carve_unit(carver, problem, ld, panels, longest);
     for (int64_t b = 0; b < options.chunk_size / kBlock; ++b) blocks_[b].carve(carver, options.gate, ld);
-    R_ = carver.take<float>((saved_ ? options.chunk_size : round_up(longest, kBlock)) * panels * kPanel);
+    const int64_t kept = saved_ ? options.chunk_size : round_up(longest, kBlock);
+    R_ = carver.take<float>(kept * panels * kPanel);
+    pairs_ = carver.take<float>(kept * 2 * kBlock);
     X_ = carver.take<float>(kBlock * kPanel);
     Yd_ = carver.take<float>(2 * kBlock * kPanel);
     scaled_ = carver.take<float>(2 * kBlock * kPanel);
@@ -126,6 +128,7 @@ class ChunkKernel : public UnitKernel {
       const int64_t token = sequence.begin + t;
       const int64_t next = t + kBlock;
       Block& block = blocks_[0];
+      block.pairs = pairs_ + t * 2 * kBlock;
       load_block(head, token, std::min(kBlock, sequence.length - t), block);
       prepare_block(gate, head.K, block);
       load_values(token, block.n);
@@ -134,11 +137,9 @@ class ChunkKernel : public UnitKernel {
       for (int64_t p = 0; p < item.panels; ++p) {
         const int64_t at = p * ld_ * kPanel;
         float* R = R_ + t * stride_ + p * kBlock * kPanel;
-        prefetcher_.issue(2 * (item.panels - p));
-        read_panel(block, kBlock, S_in + at, X_);
-        prefetcher_.issue(2 * (item.panels - p) - 1);
+        read_panel(block, kBlock, S_in + at, X_, prefetcher_);
         solve_panel(block, X_, v_ + p * kPanel, stride_, R);
-        if (next < sequence.length) write_panel(gate, block, S_in + at, R, S_out + at);
+        if (next < sequence.length) write_panel(gate, block, S_in + at, R, S_out + at, prefetcher_);
       }
       S_in = S_out;
     }
@@ -157,17 +158,18 @@ class ChunkKernel : public UnitKernel {
       Block& block = blocks_[b];
       const int64_t token = sequence_->begin + first + b * kBlock;
       load_block(*head_, token, std::min(kBlock, tokens - b * kBlock), block);
-      prepare_block(gate, head_->K, block);
+      block.pairs = pairs_ + ((saved_ ? 0 : first) + b * kBlock) * 2 * kBlock;
+      prepare_block(gate, head_->K, block, !saved_);
       if (saved_) load_values(token, block.n);
       for (int64_t p = 0; p < item_.panels; ++p) {
         const int64_t at = p * ld_ * kPanel;
         const float* S = state_before(b) + at;
         float* R = block_R(b) + p * kBlock * kPanel;
         if (saved_) {
-          read_panel(block, kBlock, S, X_);
+          read_panel(block, kBlock, S, X_, prefetcher_);
           solve_panel(block, X_, v_ + p * kPanel, stride_, R);
         }
-        if (b + 1 < count) write_panel(gate, block, S, R, block_states_ + (b + 1) * state_size_ + at);
+        if (b + 1 < count) write_panel(gate, block, S, R, block_states_ + (b + 1) * state_size_ + at, prefetcher_);
       }
     }
     return count;
@@ -214,7 +216,6 @@ class ChunkKernel : public UnitKernel {
       const float* G_p = G + p * ld_ * kPanel;
       const float* R_p = R + p * kBlock * kPanel;
       const float* d_o = d_o_ + p * kPanel;
-      prefetcher_.issue(3 * item_.panels - 2 * p);
       product<Columns, Start::kZero>({.rows = kBlock,
                                       .columns = kPanel,
                                       .depth = ld_,
@@ -224,7 +225,8 @@ class ChunkKernel : public UnitKernel {
                                       .b_stride = kPanel,
                                       .c_in = X_,
                                       .c_out = X_,
-                                      .c_stride = kPanel});
+                                      .c_stride = kPanel,
+                                      .prefetcher = &prefetcher_});
       adjoint_solve_panel(block, X_, d_o, stride_, Yd_);
       float* writes = writes_ + p * 2 * kBlock * kPanel;
       for (int64_t i = 0; i < kBlock; ++i) {
@@ -248,7 +250,6 @@ class ChunkKernel : public UnitKernel {
         }
         store(dot, dots + i * kLanes);
       }
-      prefetcher_.issue(3 * item_.panels - 2 * p - 1);
       transpose(scaled_, kPanel, 2 * kBlock, kPanel, scaled_columns_ + p * kPanel * 2 * kBlock, 2 * kBlock);
       transpose(R_p, kPanel, kBlock, kPanel, R_columns_ + p * kPanel * kBlock, kBlock);
       product<Rows<kPanel>, Start::kAdd>({.rows = 2 * kBlock,
@@ -297,7 +298,8 @@ class ChunkKernel : public UnitKernel {
                                          .b_stride = 2 * kBlock,
                                          .c_in = reading_columns_,
                                          .c_out = reading_columns_,
-                                         .c_stride = 2 * kBlock});
+                                         .c_stride = 2 * kBlock,
+                                         .prefetcher = &prefetcher_});
     product<Rows<kPanel>, Start::kZero>({.rows = ld_,
                                          .columns = kBlock,
                                          .depth = kPanel,
@@ -308,12 +310,12 @@ class ChunkKernel : public UnitKernel {
                                          .b_stride = kBlock,
                                          .c_in = writing_columns_,
                                          .c_out = writing_columns_,
-                                         .c_stride = kBlock});
+                                         .c_stride = kBlock,
+                                         .prefetcher = &prefetcher_});
     transpose(reading_columns_, 2 * kBlock, ld_, 2 * kBlock, reading_, ld_);
     transpose(writing_columns_, kBlock, ld_, kBlock, writing_, ld_);
     for (int64_t p = 0; p < item_.panels; ++p) {
       float* G_p = G + p * ld_ * kPanel;
-      prefetcher_.issue(item_.panels - p);
       product<Columns, Start::kDecay>({.rows = ld_,
                                        .columns = kPanel,
                                        .depth = 2 * kBlock,
@@ -325,7 +327,8 @@ class ChunkKernel : public UnitKernel {
                                        .c_out = G_p,
                                        .c_stride = kPanel,
                                        .decay = block.total,
-                                       .decay_stride = block.total_stride});
+                                       .decay_stride = block.total_stride,
+                                       .prefetcher = &prefetcher_});
     }
   }
 
@@ -501,6 +504,7 @@ class ChunkKernel : public UnitKernel {
 
   Block blocks_[kMostBlocks];
   float* R_;                  // [blocks][panels][16][kPanel] of the sequence, or of one chunk
+  float* pairs_;              // [blocks][32][16], the same: A and P
   float* chunk_R_ = nullptr;  // the current chunk's
   const float* first_state_ = nullptr;
   float* X_;                // [16][kPanel]

@@ -83,14 +83,10 @@ void run_item(const DeltaRuleForwardProblem& problem, const Sequence& sequence, 
     prepare_block(gate, head.K, block);
     for (int64_t p = 0; p < item.panels; ++p) {
       float* S = scratch.S + p * block.ld * kPanel;
-      const int64_t calls = 3 * (item.panels - p);
-      scratch.prefetcher.issue(calls);
-      read_panel(block, 2 * kBlock, S, scratch.X);
-      scratch.prefetcher.issue(calls - 1);
+      read_panel(block, 2 * kBlock, S, scratch.X, scratch.prefetcher);
       solve_panel(block, scratch.X, scratch.v + p * kPanel, columns.stride, scratch.R);
       output_panel(block, scale, scratch.X + kBlock * kPanel, scratch.R, scratch.o + p * kPanel, columns.stride);
-      scratch.prefetcher.issue(calls - 2);
-      write_panel(gate, block, S, scratch.R, S);
+      write_panel(gate, block, S, scratch.R, S, scratch.prefetcher);
     }
   });
 }

@@ -71,7 +71,7 @@ HWY_INLINE void recurrent_tokens(Gate gate, const Block& block, const float* dec
     const int64_t column = p * kPanel;
     Vec p0 = load(prediction + column), p1 = load(prediction + column + kLanes);
     for (int64_t t = 0; t < block.n; ++t) {
-      prefetcher.issue((panels - p) * block.n - t);
+      prefetcher.issue_share((panels - p) * block.n - t);
       const float* v = rows.v + t * rows.stride + column;
       const bool per_value = rows.beta != nullptr;
       const Vec beta0 = per_value ? load(rows.beta + t * rows.stride + column) : broadcast(block.beta[t]);

@@ -80,7 +80,7 @@ class RecurrentKernel : public UnitKernel {
     load_tokens(token, n);
     load_d_o(token, n);
     prefetch_backward(token);
-    prefetcher_.issue(1);
+    prefetcher_.issue_share(1);
     std::memset(row_sums_, 0, static_cast<size_t>(3 * kBlock * ld_ * kLanes) * sizeof(float));
     alignas(64) float dbeta[kBlock * kLanes] = {};
     for (int64_t p = 0; p < item_.panels; ++p) {

@@ -68,7 +68,7 @@ struct Head {
     for (const TensorView* x : {&in->k, &in->q, &in->v}) prefetch(*x, token, prefetcher);
   }
   void prefetch(const TensorView& x, int64_t token, RowPrefetcher& prefetcher) const {
-    prefetcher.add(x, batch, std::max(token, begin), std::min(token + C, begin + length), head, 0, D);
+    prefetch_rows(x, batch, std::max(token, begin), std::min(token + C, begin + length), head, 0, D, prefetcher);
   }
 };
 
@@ -184,7 +184,7 @@ HWY_INLINE Vec norm_adjoint(Vec r, Vec a, Vec x, Vec mean, Vec mean_x, Vec mask)
 HWY_INLINE void inner_gradients(const Head& head, const float* c, int64_t rows, MiniBatch& mb) {
   const float inverse = 1.0f / static_cast<float>(head.D);
   for (int64_t i = 0; i < rows; ++i) {
-    mb.prefetcher.issue(rows - i);
+    mb.prefetcher.issue_share(rows - i);
     float* x = mb.z + i * mb.ld;
     float* y = mb.y + i * mb.ld;
     for (int64_t d = 0; d < mb.ld; d += kLanes) store(hn::Add(load(x + d), load(c + d)), x + d);
