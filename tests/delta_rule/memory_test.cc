@@ -59,8 +59,8 @@ TEST_P(DeltaRuleMemory, ForwardDoesNotGrowWithLength) {
   }
 }
 
-// One fp32 state per chunk of 64, and per token one row of values and 2 x 16 pair factors, for each of two threads; V is
-// padded to at most 64.
+// One fp32 state per chunk of 64, and per token one row of values and 2 x 16 pair factors, for each of two threads; V
+// is padded to at most 64.
 TEST_P(DeltaRuleMemory, BackwardKeepsAtMostOneStatePerChunkAndThread) {
   for (const char* implementation : {"chunk", "recurrent"}) {
     size_t most[2];
