@@ -15,7 +15,7 @@ namespace fastweight::cpu::HWY_NAMESPACE {
 namespace blocks {
 
 // out = M x;  M is [rows][kMatrix], x and out are [rows][ld].
-HWY_INLINE void lower_product(const float* M, int64_t rows, const float* x, int64_t ld, float* out) {
+HWY_NOINLINE inline void lower_product(const float* M, int64_t rows, const float* x, int64_t ld, float* out) {
   for (int64_t top = 0; top < rows; top += kRowBlock) {
     const int64_t end = std::min(top + kRowBlock, rows);
     product<Rows<kMatrix>, Start::kZero>({.rows = end - top,
@@ -31,8 +31,8 @@ HWY_INLINE void lower_product(const float* M, int64_t rows, const float* x, int6
 }
 
 // out = M^T x, the first `columns` columns.
-HWY_INLINE void transposed_lower_product(const float* M, int64_t rows, const float* x, int64_t ld, int64_t columns,
-                                         float* out) {
+HWY_NOINLINE inline void transposed_lower_product(const float* M, int64_t rows, const float* x, int64_t ld,
+                                                  int64_t columns, float* out) {
   for (int64_t top = 0; top < rows; top += kRowBlock) {
     const int64_t end = std::min(top + kRowBlock, rows);
     product<Columns, Start::kZero>({.rows = end - top,
@@ -68,7 +68,7 @@ HWY_INLINE void lower_gram(const float* x_columns, const float* y_columns, int64
 }
 
 // Row i of M without its columns i, i + 1, ..
-HWY_INLINE void keep_strictly_lower(float* M, int64_t rows) {
+HWY_NOINLINE inline void keep_strictly_lower(float* M, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i) {
     float* row = M + i * kMatrix;
     for (int64_t j = i / kLanes * kLanes; j < kMatrix; j += kLanes) {
@@ -79,8 +79,13 @@ HWY_INLINE void keep_strictly_lower(float* M, int64_t rows) {
   }
 }
 
+// x [rows][ld] to columns [ld][kMatrix].
+HWY_NOINLINE inline void to_columns(const float* x, int64_t rows, int64_t ld, float* columns) {
+  transpose(x, ld, rows, ld, columns, kMatrix);
+}
+
 // dA = -slower(P J^T), of whose P the lower part counts. `columns` is scratch memory for J^T.
-HWY_INLINE void inverse_adjoint(const float* J, int64_t rows, const float* P, float* columns, float* dA) {
+HWY_NOINLINE inline void inverse_adjoint(const float* J, int64_t rows, const float* P, float* columns, float* dA) {
   transpose(J, kMatrix, rows, rows, columns, kMatrix);
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t j = 0; j < rows; j += kLanes) {

@@ -145,9 +145,11 @@ std::vector<Chunk> gate_chunks(const BlockSizes& sizes, const TensorView& cu_seq
 
 // The key Gram matrix -------------------------------------------------------------------------------------------------
 
-// exp(gamma_i - gamma_j) in channel d, from gamma [C, K].
-double decay(const double* gamma, int64_t K, int64_t i, int64_t j, int64_t d) {
-  return std::exp(gamma[i * K + d] - gamma[j * K + d]);
+// exp(gamma_i - gamma_j) as [K], from gamma [C, K].
+void load_decay(const BlockSizes& sizes, const double* gamma, int64_t i, int64_t j, double* decay) {
+  const int64_t K = sizes.head_dim_k, distinct = sizes.gate == Gate::kPerChannel ? K : 1;
+  for (int64_t d = 0; d < distinct; ++d) decay[d] = std::exp(gamma[i * K + d] - gamma[j * K + d]);
+  fill(decay + distinct, K - distinct, decay[0]);
 }
 
 }  // namespace
@@ -172,10 +174,11 @@ void reference(const BlockProblem<ScaledDotKktForward>& problem, const Context& 
   const BlockSizes& sizes = problem.sizes;
   const ScaledDotKktForward& args = problem.args;
   const int64_t C = sizes.chunk_size, K = sizes.head_dim_k;
-  for_each_chunk(chunks_of(problem, args.in.cu_seqlens), sizes.num_heads, 2 * C * K + C * C + C, context,
+  for_each_chunk(chunks_of(problem, args.in.cu_seqlens), sizes.num_heads, 2 * C * K + C * C + C + K, context,
                  [&](const Chunk& chunk, int64_t head, double* scratch) {
                    Rows rows(scratch);
                    double *k = rows.take(C * K), *gamma = rows.take(C * K), *A = rows.take(C * C), *beta = rows.take(C);
+                   double* decay = rows.take(K);
                    load_chunk(args.in.k, chunk, head, K, 0, k);
                    for (int64_t h = head * sizes.group; h < (head + 1) * sizes.group; ++h) {
                      load_numbers(args.in.beta, chunk, h, 1, beta);
@@ -183,8 +186,9 @@ void reference(const BlockProblem<ScaledDotKktForward>& problem, const Context& 
                      fill(A, C * C, 0);
                      for (int64_t i = 0; i < chunk.length; ++i) {
                        for (int64_t j = 0; j < i; ++j) {
+                         load_decay(sizes, gamma, i, j, decay);
                          double sum = 0;
-                         for (int64_t d = 0; d < K; ++d) sum += k[i * K + d] * k[j * K + d] * decay(gamma, K, i, j, d);
+                         for (int64_t d = 0; d < K; ++d) sum += k[i * K + d] * k[j * K + d] * decay[d];
                          A[i * C + j] = beta[i] * sum;
                        }
                      }
@@ -198,12 +202,12 @@ void reference(const BlockProblem<ScaledDotKktBackward>& problem, const Context&
   const ScaledDotKktBackward& args = problem.args;
   const int64_t C = sizes.chunk_size, K = sizes.head_dim_k;
   for_each_chunk(
-      chunks_of(problem, args.in.cu_seqlens), sizes.num_heads, 5 * C * K + C * C + 2 * C, context,
+      chunks_of(problem, args.in.cu_seqlens), sizes.num_heads, 5 * C * K + C * C + 2 * C + K, context,
       [&](const Chunk& chunk, int64_t head, double* scratch) {
         Rows rows(scratch);
         double *k = rows.take(C * K), *gamma = rows.take(C * K), *dA = rows.take(C * C), *beta = rows.take(C);
         double *reads = rows.take(C * K), *writes = rows.take(C * K);  // k's gradient as row and as column of A
-        double *dk = rows.take(C * K), *dbeta = rows.take(C);
+        double *dk = rows.take(C * K), *dbeta = rows.take(C), *decay = rows.take(K);
         load_chunk(args.in.k, chunk, head, K, 0, k);
         fill(dk, C * K, 0);
         for (int64_t h = head * sizes.group; h < (head + 1) * sizes.group; ++h) {
@@ -214,8 +218,9 @@ void reference(const BlockProblem<ScaledDotKktBackward>& problem, const Context&
           fill(writes, C * K, 0);
           for (int64_t i = 0; i < chunk.length; ++i) {
             for (int64_t j = 0; j < i; ++j) {
+              load_decay(sizes, gamma, i, j, decay);
               for (int64_t d = 0; d < K; ++d) {
-                const double e = dA[i * C + j] * decay(gamma, K, i, j, d);
+                const double e = dA[i * C + j] * decay[d];
                 reads[i * K + d] += e * k[j * K + d];
                 writes[j * K + d] += e * beta[i] * k[i * K + d];
               }

@@ -134,8 +134,8 @@ HWY_INLINE void channel_forward(const Scratch& s, int64_t rows) {
     const int64_t end = std::min(top + kRowBlock, rows);
     if (top > 0) {
       make_ahead(s, top, end);
-      transpose(s.ahead, ld, end - top, ld, s.columns, kMatrix);
-      transpose(s.behind, ld, top, ld, s.previous, kMatrix);
+      to_columns(s.ahead, end - top, ld, s.columns);
+      to_columns(s.behind, top, ld, s.previous);
       product<Columns, Start::kZero>({.rows = end - top,
                                       .columns = top,
                                       .depth = ld,
@@ -275,7 +275,7 @@ void chunk_forward(const BlockProblem<ScaledDotKktForward>& problem, const Chunk
   const int64_t rows = padded_width(chunk.length);
   load_chunk(args.in.k, chunk, head, sizes.head_dim_k, rows, s.ld, s.k);
   if (sizes.gate != Gate::kPerChannel) {
-    transpose(s.k, s.ld, rows, s.ld, s.columns, kMatrix);
+    to_columns(s.k, rows, s.ld, s.columns);
     lower_gram<Start::kZero>(s.columns, s.columns, rows, s.ld, s.G);
   }
   for (int64_t h = head * sizes.group; h < (head + 1) * sizes.group; ++h) {

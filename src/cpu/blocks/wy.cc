@@ -26,8 +26,8 @@ namespace blocks {
 namespace {
 
 // exp(gamma) as [rows][ld]: rows of the tensor per channel, else copies of one number.
-HWY_INLINE void load_factors(const TensorView& gamma, const Chunk& chunk, int64_t h, const BlockSizes& sizes,
-                             int64_t rows, int64_t ld, float* e) {
+HWY_NOINLINE void load_factors(const TensorView& gamma, const Chunk& chunk, int64_t h, const BlockSizes& sizes,
+                               int64_t rows, int64_t ld, float* e) {
   if (sizes.gate == Gate::kPerChannel) {
     load_chunk(gamma, chunk, h, sizes.head_dim_k, rows, ld, e);
     for (int64_t d = 0; d < rows * ld; d += kLanes) store(exp(load(e + d)), e + d);
@@ -42,7 +42,7 @@ HWY_INLINE void load_factors(const TensorView& gamma, const Chunk& chunk, int64_
 }
 
 // x_i *= scale_i
-HWY_INLINE void scale_rows(const float* scale, int64_t rows, int64_t ld, float* x) {
+HWY_NOINLINE void scale_rows(const float* scale, int64_t rows, int64_t ld, float* x) {
   for (int64_t i = 0; i < rows; ++i) {
     const Vec s = broadcast(scale[i]);
     for (int64_t d = 0; d < ld; d += kLanes) store(hn::Mul(s, load(x + i * ld + d)), x + i * ld + d);
@@ -152,11 +152,11 @@ void head_backward(const BlockProblem<WyBackward>& problem, const Chunk& chunk, 
 
   if (args.da.present()) {
     scale_rows(s.beta, rows, s.ldv, s.v);
-    transpose(s.X, s.ldk, rows, s.ldk, s.left, kMatrix);
-    transpose(s.read, s.ldk, rows, s.ldk, s.right, kMatrix);
+    to_columns(s.X, rows, s.ldk, s.left);
+    to_columns(s.read, rows, s.ldk, s.right);
     lower_gram<Start::kZero>(s.left, s.right, rows, s.ldk, s.P);
-    transpose(s.Y, s.ldv, rows, s.ldv, s.left, kMatrix);
-    transpose(s.v, s.ldv, rows, s.ldv, s.right, kMatrix);
+    to_columns(s.Y, rows, s.ldv, s.left);
+    to_columns(s.v, rows, s.ldv, s.right);
     lower_gram<Start::kAdd>(s.left, s.right, rows, s.ldv, s.P);
     inverse_adjoint(s.J, rows, s.P, s.columns, s.dA);
     store_chunk(s.dA, kMatrix, args.da, chunk, h, sizes.chunk_size);
