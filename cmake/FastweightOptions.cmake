@@ -20,6 +20,11 @@ if(FASTWEIGHT_FUZZ AND NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")
   message(FATAL_ERROR "FASTWEIGHT_FUZZ=ON needs clang, the compiler is ${CMAKE_CXX_COMPILER_ID}")
 endif()
 
+# Options for the C and C++ files of a target; nvcc has others.
+function(fastweight_host_options target)
+  target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:C,CXX>:${ARGN}>")
+endfunction()
+
 function(fastweight_options target)
   target_compile_features(${target} PUBLIC cxx_std_20)
   set_target_properties(
@@ -29,17 +34,22 @@ function(fastweight_options target)
                C_EXTENSIONS OFF
                POSITION_INDEPENDENT_CODE ON)
 
-  # Fused multiply-adds stand in the SIMD code by name. Contracting others would let the compiler choose the rounding.
-  target_compile_options(${target} PRIVATE -ffp-contract=off)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic -Wshadow -Wno-missing-field-initializers)
+  # Fused multiply-adds stand in the SIMD and the CUDA code by name. Contracting others would let the compiler choose
+  # the rounding.
+  fastweight_host_options(${target} -ffp-contract=off)
+  fastweight_host_options(${target} -Wall -Wextra -Wpedantic -Wshadow -Wno-missing-field-initializers)
+  # CMake 3.25 has no word for C++20 in CUDA.
+  target_compile_options(
+    ${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20;-fmad=false;-Xcompiler=-Wall,-Wextra,-Wshadow>")
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # Vectors never cross a library boundary. The others misfire in GCC 12 and 13: on the undefined operands of its own
     # AVX-512 intrinsics, and inside the standard library's sort and string code. The sanitizers look for these.
-    target_compile_options(${target} PRIVATE -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized -Wno-array-bounds
-                                             -Wno-stringop-overflow -Wno-restrict)
+    fastweight_host_options(${target} -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized -Wno-array-bounds
+                            -Wno-stringop-overflow -Wno-restrict)
   endif()
   if(FASTWEIGHT_WERROR)
-    target_compile_options(${target} PRIVATE -Werror)
+    fastweight_host_options(${target} -Werror)
+    target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings;-Xcompiler=-Werror>")
   endif()
 
   if(FASTWEIGHT_SANITIZE)

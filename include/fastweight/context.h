@@ -10,13 +10,15 @@ namespace fastweight {
 
 // Where scratch memory comes from. `allocate` returns at least `bytes` bytes aligned to 64 on the context's device, or
 // null. Each call takes what it needs before it starts and gives all of it back before it returns (on CUDA: in stream
-// order). The default is the host's heap.
+// order). The default is the host's heap, on CUDA the device's memory pool.
 struct WorkspaceSource {
   void* (*allocate)(void* user, size_t bytes) = nullptr;
   void (*release)(void* user, void* pointer, size_t bytes) = nullptr;
   void* user = nullptr;
 };
 
+// On CUDA a call enqueues on `stream` and returns without waiting. Tensors lie in memory of `device`; the device that
+// is current for the calling thread does not matter and is not changed.
 struct Context {
   Device device{};
   void* stream = nullptr;  // CUDA: the cudaStream_t to run on

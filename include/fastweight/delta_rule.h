@@ -47,6 +47,11 @@ struct DeltaRuleOptions {
   bool safe_gate = false;       // per channel: the caller promises g >= -5 (checked for lower_bound)
 };
 
+// On CUDA the contents of cu_seqlens and state_indices stay on the device, and no call waits for it: offsets are
+// clamped to the tokens that exist and slots that do not exist are skipped like -1, so that malformed contents give
+// useless results but touch nothing outside the tensors. Tokens after the last offset are left alone. A call that was
+// captured in a CUDA graph may be replayed with other contents of all its tensors, lengths among them.
+
 // The tensors that every entry point reads. Inputs may have any strides. q, k and v share one type (fp32, bf16, fp16,
 // fp64); g, beta, the states and parameters may have any floating type. fp64 anywhere runs on the reference.
 struct DeltaRuleInputs {
@@ -67,7 +72,8 @@ struct DeltaRuleForward {
 
   TensorView o;             // [B, T, HV, V]; q's type or fp32
   TensorView final_state;   // [N, HV, K, V] fp32; optional
-  TensorView chunk_states;  // [B, NT, HV, K, V], the state before every chunk; optional. fp32, or k's type
+  TensorView chunk_states;  // [B, NT, HV, K, V], the state before every chunk; optional. fp32, or k's type. With
+                            // cu_seqlens on CUDA any NT up to delta_rule_num_chunks; chunks from NT on are not written
 };
 
 // Gradients of a loss whose gradient with respect to o and the final state is given. Every output is optional; each has
@@ -89,7 +95,7 @@ struct DeltaRuleStep {
   DeltaRuleInputs in;
   DeltaRuleOptions options;
 
-  TensorView state;          // [slots, HV, K, V] fp32, read and written; slots = N without state_indices
+  TensorView state;          // [slots, HV, K, V] fp32 or bf16, read and written; slots = N without state_indices
   TensorView state_indices;  // [N] int32 or int64: the slot of each sequence, -1: skip it (its o is 0). Optional
   TensorView o;              // [B, T, HV, V]
 };
@@ -99,7 +105,8 @@ std::string delta_rule_forward(const Context& context, const DeltaRuleForward& a
 std::string delta_rule_backward(const Context& context, const DeltaRuleBackward& args);
 std::string delta_rule_step(const Context& context, const DeltaRuleStep& args);
 
-// The number of chunks NT along axis 1 of chunk_states: ceil(T / C), or the sum over the sequences of cu_seqlens.
+// The number of chunks NT along axis 1 of chunk_states: ceil(T / C), or the sum over the sequences of cu_seqlens. With
+// cu_seqlens on CUDA, whose contents are not read: the most that there can be.
 int64_t delta_rule_num_chunks(int64_t tokens, const TensorView& cu_seqlens, int32_t chunk_size);
 
 // What the library holds for this family, most special first.

@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "cpu/delta_rule/list.h"
+#include "cuda/backend.h"
+#include "cuda/delta_rule/list.h"
 #include "fastweight/error.h"
 #include "ops/check.h"
 #include "ops/delta_rule_problem.h"
@@ -235,8 +237,12 @@ void check_state_dtype(const char* name, const TensorView& view, const DeltaRule
   check::dtype(name, view, {DType::kF32, in.q.dtype == DType::kF64 ? DType::kF64 : DType::kF32});
 }
 
-void check_chunk_states_shape(const TensorView& view, const DeltaRuleOptions& options, const DeltaRuleSizes& sizes) {
+// Where the lengths are in device memory, the caller may know that there are fewer chunks than the bound.
+void check_chunk_states_shape(const TensorView& view, const DeltaRuleInputs& in, const DeltaRuleOptions& options,
+                              DeltaRuleSizes& sizes) {
   const Shape state = state_shape(sizes.num_sequences, options, sizes);
+  const bool bound_only = in.cu_seqlens.present() && in.cu_seqlens.device.type != DeviceType::kCpu;
+  if (bound_only && view.rank == 5) sizes.num_chunks = std::min(sizes.num_chunks, view.shape[1]);
   check::shape("chunk_states", view,
                {sizes.batch, sizes.num_chunks, state.extents[1], state.extents[2], state.extents[3]});
 }
@@ -262,19 +268,19 @@ DeltaRuleSizes check_inputs(const DeltaRuleInputs& in, const DeltaRuleOptions& o
   return sizes;
 }
 
-void check_rest(const DeltaRuleForward& args, const DeltaRuleSizes& sizes) {
+void check_rest(const DeltaRuleForward& args, DeltaRuleSizes& sizes) {
   check_output(args.in, args.o, sizes);
   if (args.final_state.present()) {
     check::shape("final_state", args.final_state, state_shape(sizes.num_sequences, args.options, sizes));
     check_state_dtype("final_state", args.final_state, args.in);
   }
   if (args.chunk_states.present()) {
-    check_chunk_states_shape(args.chunk_states, args.options, sizes);
+    check_chunk_states_shape(args.chunk_states, args.in, args.options, sizes);
     check::dtype("chunk_states", args.chunk_states, {DType::kF32, args.in.k.dtype});
   }
 }
 
-void check_rest(const DeltaRuleBackward& args, const DeltaRuleSizes& sizes) {
+void check_rest(const DeltaRuleBackward& args, DeltaRuleSizes& sizes) {
   const DeltaRuleInputs& in = args.in;
   if (args.d_o.present()) {
     check::shape("d_o", args.d_o, {sizes.batch, sizes.tokens, sizes.num_value_heads, sizes.head_dim_v});
@@ -286,7 +292,7 @@ void check_rest(const DeltaRuleBackward& args, const DeltaRuleSizes& sizes) {
     check::floating("d_final_state", args.d_final_state);
   }
   if (args.chunk_states.present()) {
-    check_chunk_states_shape(args.chunk_states, args.options, sizes);
+    check_chunk_states_shape(args.chunk_states, args.in, args.options, sizes);
     check_state_dtype("chunk_states", args.chunk_states, in);
   }
   check::gradient("dq", args.dq, "q", in.q);
@@ -312,7 +318,8 @@ void check_rest(const DeltaRuleStep& args, const DeltaRuleSizes& sizes) {
   check::rank("state", args.state, 4);
   const int64_t slots = args.state_indices.present() ? args.state.shape[0] : sizes.num_sequences;
   check::shape("state", args.state, state_shape(slots, args.options, sizes));
-  check_state_dtype("state", args.state, args.in);
+  check::dtype("state", args.state,
+               {DType::kF32, DType::kBF16, args.in.q.dtype == DType::kF64 ? DType::kF64 : DType::kF32});
   if (args.state_indices.present()) check::state_indices(args.state_indices, sizes.num_sequences, slots);
 }
 
@@ -370,6 +377,7 @@ DeltaRuleProblem<Args> make_problem(const Context& context, const Args& args) {
   problem.sizes = check_inputs(args.in, args.options);
   check_rest(args, problem.sizes);
   check::memory(arguments);
+  if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context.device, arguments);
 
   problem.has_fp64 = check::any_fp64(arguments);
   problem.args = args;
@@ -409,26 +417,27 @@ template <class Args>
 using ImplementationList = std::span<const Implementation<DeltaRuleProblem<Args>>>;
 
 template <class Args>
-std::string run(const char* entry, const Context& context, const Args& args, ImplementationList<Args> (*cpu_list)()) {
+std::string run(const char* entry, const Context& context, const Args& args, ImplementationList<Args> (*cpu_list)(),
+                ImplementationList<Args> (*cuda_list)()) {
   DeltaRuleProblem<Args> problem = make_problem(context, args);
   // However many empty sequences there are, they cost nothing.
   const bool work = has_work(args);
   if (!work) problem.sizes.batch = problem.sizes.num_sequences = 0;
-  return dispatch(entry, context, cpu_list(), problem, work, describe<DeltaRuleProblem<Args>>);
+  return dispatch(entry, context, cpu_list(), problem, work, describe<DeltaRuleProblem<Args>>, cuda_list());
 }
 
 }  // namespace
 
 std::string delta_rule_forward(const Context& context, const DeltaRuleForward& args) {
-  return run("delta_rule_forward", context, args, cpu::delta_rule_forward_list);
+  return run("delta_rule_forward", context, args, cpu::delta_rule_forward_list, cuda::delta_rule_forward_list);
 }
 
 std::string delta_rule_backward(const Context& context, const DeltaRuleBackward& args) {
-  return run("delta_rule_backward", context, args, cpu::delta_rule_backward_list);
+  return run("delta_rule_backward", context, args, cpu::delta_rule_backward_list, cuda::delta_rule_backward_list);
 }
 
 std::string delta_rule_step(const Context& context, const DeltaRuleStep& args) {
-  return run("delta_rule_step", context, args, cpu::delta_rule_step_list);
+  return run("delta_rule_step", context, args, cpu::delta_rule_step_list, cuda::delta_rule_step_list);
 }
 
 int64_t delta_rule_num_chunks(int64_t tokens, const TensorView& cu_seqlens, int32_t chunk_size) {
@@ -444,6 +453,9 @@ std::vector<ImplementationInfo> delta_rule_implementations() {
   append_infos(cpu::delta_rule_forward_list(), "forward", "cpu", infos);
   append_infos(cpu::delta_rule_backward_list(), "backward", "cpu", infos);
   append_infos(cpu::delta_rule_step_list(), "step", "cpu", infos);
+  append_infos(cuda::delta_rule_forward_list(), "forward", "cuda", infos);
+  append_infos(cuda::delta_rule_backward_list(), "backward", "cuda", infos);
+  append_infos(cuda::delta_rule_step_list(), "step", "cuda", infos);
   return infos;
 }
 

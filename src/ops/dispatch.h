@@ -3,10 +3,12 @@
 
 #include <cstdio>
 #include <new>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "cuda/backend.h"
 #include "fastweight/error.h"
 #include "fastweight/info.h"
 #include "ops/check.h"
@@ -61,17 +63,22 @@ Choice<Problem> choose(const char* entry, std::span<const Implementation<Problem
   return name.empty() ? choose_first(entry, list, problem) : choose_named(entry, list, problem, name);
 }
 
-// Runs a validated problem and returns the name of what ran. Without work to do, the choice alone is made.
-// describe(problem) is the problem in a verbose line.
+// Runs a validated problem on the context's device and returns the name of what ran. Without work to do, the choice
+// alone is made. describe(problem) is the problem in a verbose line. A family without kernels for CUDA has no list.
 template <class Problem, class Describe>
 std::string dispatch(const char* entry, const Context& context, std::span<const Implementation<Problem>> cpu_list,
-                     const Problem& problem, bool work, const Describe& describe) {
-  if (context.device.type == DeviceType::kCuda) {
+                     const Problem& problem, bool work, const Describe& describe,
+                     std::span<const Implementation<Problem>> cuda_list = {}) {
+  const bool on_cuda = context.device.type == DeviceType::kCuda;
+  if (on_cuda && cuda_list.empty()) {
     throw Error(ErrorCode::kUnsupported,
-                std::string(entry) + ": built without CUDA, cannot run on " + check::text(context.device));
+                std::string(entry) + (cuda::is_built() ? ": has no CUDA implementation" : ": built without CUDA") +
+                    ", cannot run on " + check::text(context.device));
   }
   try {
-    const auto choice = choose(entry, cpu_list, problem, context.implementation);
+    std::optional<cuda::DeviceScope> scope;
+    if (on_cuda) scope.emplace(context.device);
+    const auto choice = choose(entry, on_cuda ? cuda_list : cpu_list, problem, context.implementation);
     if (work) choice.implementation->run(problem, context);
     if (context.verbose) {
       std::string line =

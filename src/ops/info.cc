@@ -2,6 +2,7 @@
 
 #include "cpu/parallel.h"
 #include "cpu/simd/targets.h"
+#include "cuda/backend.h"
 // After the choice of targets.
 #include "hwy/targets.h"
 
@@ -29,6 +30,10 @@ std::vector<std::string> cpu_targets() {
   for (int64_t target : bits_of(HWY_TARGETS)) names.push_back(hwy::TargetName(target));
   return names;
 }
+
+bool built_with_cuda() { return cuda::is_built(); }
+std::vector<std::string> cuda_architectures() { return cuda::architectures(); }
+std::vector<CudaDeviceInfo> cuda_devices() { return cuda::devices(); }
 
 int default_num_threads() { return cpu::num_threads(Context{}); }
 

@@ -1,0 +1,47 @@
+// Launching a kernel on the context's stream.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+
+#include "cuda/common/error.h"
+#include "cuda/common/workspace.h"
+#include "fastweight/context.h"
+
+namespace fastweight::cuda {
+
+struct LaunchShape {
+  dim3 grid;
+  dim3 block;
+  size_t dynamic_shared_bytes = 0;
+};
+
+// A kernel may use 48 KB of dynamic shared memory unless it is allowed more, once per device. The call is idempotent,
+// so two threads that arrive together do no harm.
+template <auto kKernel>
+void allow_shared_memory(int device, size_t bytes) {
+  constexpr size_t kWithoutAsking = 48 * 1024;
+  if (bytes <= kWithoutAsking) return;
+  constexpr int kRemembered = 64;  // devices beyond these are told every time
+  static std::atomic<size_t> allowed[kRemembered];
+  if (device < kRemembered && allowed[device].load(std::memory_order_relaxed) >= bytes) return;
+  check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+             "cudaFuncSetAttribute");
+  if (device < kRemembered) allowed[device].store(bytes, std::memory_order_relaxed);
+}
+
+// `name` is what an error calls the kernel. Errors of earlier work on the device are not mistaken for this launch's.
+template <auto kKernel, class... Args>
+void launch(const char* name, const Context& context, const LaunchShape& shape, const Args&... args) {
+  allow_shared_memory<kKernel>(context.device.index, shape.dynamic_shared_bytes);
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.dynamicSmemBytes = shape.dynamic_shared_bytes;
+  config.stream = stream_of(context);
+  check_cuda(cudaLaunchKernelEx(&config, kKernel, args...), name);
+}
+
+}  // namespace fastweight::cuda

@@ -1,0 +1,74 @@
+// Tensors as kernels see them. Compiled by both compilers.
+#pragma once
+
+#include <cstdint>
+
+#include "fastweight/tensor.h"
+
+#ifdef __CUDACC__
+#define FW_HOST_DEVICE __host__ __device__
+#else
+#define FW_HOST_DEVICE
+#endif
+
+namespace fastweight::cuda {
+
+// Strides count elements, as in TensorView. Absent: the pointer is null.
+struct DeviceTensor {
+  void* data = nullptr;
+  int64_t strides[kMaxRank] = {};
+  DType dtype = DType::kF32;
+  bool quads = false;  // every four elements along the last axis lie together, aligned to the size of four
+
+  FW_HOST_DEVICE bool present() const { return data != nullptr; }
+};
+
+// Whether groups of four along `axis` lie together and aligned, for every index along the other axes.
+inline bool has_quads(const TensorView& view, int axis) {
+  const auto a = static_cast<size_t>(axis);
+  const int64_t quad_bytes = 4 * element_size(view.dtype);
+  if (reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(quad_bytes) != 0) return false;
+  if (view.strides[a] != 1 || view.shape[a] % 4 != 0) return false;
+  for (size_t i = 0; i < static_cast<size_t>(view.rank); ++i) {
+    if (i != a && view.shape[i] > 1 && view.strides[i] % 4 != 0) return false;
+  }
+  return true;
+}
+
+inline DeviceTensor device_tensor(const TensorView& view) {
+  DeviceTensor tensor;
+  if (!view.present()) return tensor;
+  tensor.data = view.data;
+  tensor.dtype = view.dtype;
+  for (int axis = 0; axis < view.rank; ++axis) tensor.strides[axis] = view.strides[static_cast<size_t>(axis)];
+  tensor.quads = has_quads(view, view.rank - 1);
+  return tensor;
+}
+
+// K x V matrices in a tensor whose last two axes are K and V in either order: [N, HV, ..] or [B, NT, HV, ..]. Kernels
+// know the order by the strides alone.
+struct DeviceStates {
+  void* data = nullptr;
+  int64_t outer_strides[kMaxRank - 2] = {};
+  int64_t k_stride = 0, v_stride = 0;
+  DType dtype = DType::kF32;
+  bool k_quads = false, v_quads = false;  // as DeviceTensor::quads, along K or along V
+
+  FW_HOST_DEVICE bool present() const { return data != nullptr; }
+};
+
+inline DeviceStates device_states(const TensorView& view, bool v_first) {
+  DeviceStates states;
+  if (!view.present()) return states;
+  const int k_axis = view.rank - (v_first ? 1 : 2), v_axis = view.rank - (v_first ? 2 : 1);
+  states.data = view.data;
+  states.dtype = view.dtype;
+  for (int axis = 0; axis < view.rank - 2; ++axis) states.outer_strides[axis] = view.strides[static_cast<size_t>(axis)];
+  states.k_stride = view.strides[static_cast<size_t>(k_axis)];
+  states.v_stride = view.strides[static_cast<size_t>(v_axis)];
+  states.k_quads = has_quads(view, k_axis);
+  states.v_quads = has_quads(view, v_axis);
+  return states;
+}
+
+}  // namespace fastweight::cuda

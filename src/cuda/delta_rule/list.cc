@@ -1,0 +1,33 @@
+#include "cuda/delta_rule/list.h"
+
+#include <string>
+
+#include "cuda/delta_rule/implementations.h"
+
+namespace fastweight::cuda {
+namespace {
+
+template <class Problem>
+std::string no_fp64(const Problem& problem) {
+  return problem.has_fp64 ? "computes in fp32; fp64 tensors run on the CPU's reference" : "";
+}
+
+template <class Problem>
+bool always(const Problem&) {
+  return true;
+}
+
+constexpr Implementation<DeltaRuleForwardProblem> kForward[] = {
+    {"recurrent", no_fp64, always, recurrent_forward},
+};
+constexpr Implementation<DeltaRuleStepProblem> kStep[] = {
+    {"recurrent", no_fp64, always, recurrent_step},
+};
+
+}  // namespace
+
+std::span<const Implementation<DeltaRuleForwardProblem>> delta_rule_forward_list() { return kForward; }
+std::span<const Implementation<DeltaRuleBackwardProblem>> delta_rule_backward_list() { return {}; }
+std::span<const Implementation<DeltaRuleStepProblem>> delta_rule_step_list() { return kStep; }
+
+}  // namespace fastweight::cuda
