@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "cli/bench_cuda.h"
 #include "cli/bench_problem.h"
 #include "cli/bench_record.h"
 #include "cli/commands.h"
@@ -24,6 +25,7 @@
 #include "cli/text.h"
 #include "fastweight/error.h"
 #include "fastweight/info.h"
+#include "support/device.h"
 #include "support/pages.h"
 
 namespace fastweight::cli {
@@ -36,6 +38,9 @@ struct Plan {
   bool implementation_named = false;
   double min_seconds = 0.5;
   int64_t repeat = 5;
+  Device device{};
+
+  bool on_cuda() const { return device.type == DeviceType::kCuda; }
 };
 
 // Keeps the scratch memory of one call for the next, as a program that calls in a loop would.
@@ -81,6 +86,12 @@ class Progress {
 // ---------------------------------------------------------------------------------------------------------------------
 // What to run.
 
+std::vector<Shape> default_cuda_shapes(Mode mode, bool quick) {
+  if (mode != Mode::kStep) return {{1, quick ? 1024 : 4096, 32, 32, 128, 128}};
+  if (quick) return {{64, 1, 32, 32, 128, 128}};
+  return {{1, 1, 32, 32, 128, 128}, {64, 1, 32, 32, 128, 128}, {256, 1, 32, 32, 128, 128}};
+}
+
 std::vector<Shape> default_shapes(Mode mode, bool quick) {
   if (mode == Mode::kStep) {
     if (quick) return {{128, 1, 8, 8, 128, 128}};
@@ -95,26 +106,28 @@ bool known(const std::vector<std::string>& names, const std::string& name) {
 }
 
 // Of one operator and mode. Unless named, the reference is left out: it is there to be right, not to be fast.
-std::vector<std::string> choose_implementations(Op op, Mode mode, const std::vector<std::string>& named) {
+std::vector<std::string> choose_implementations(Op op, Mode mode, Device device,
+                                                const std::vector<std::string>& named) {
+  const std::vector<std::string> all = implementations(op, mode, device);
   std::vector<std::string> chosen;
   if (named.empty()) {
-    for (const std::string& name : implementations(op, mode)) {
+    for (const std::string& name : all) {
       if (name != "reference") chosen.push_back(name);
     }
-    if (chosen.empty() && !implementations(op, mode).empty()) chosen.push_back("reference");
+    if (chosen.empty() && !all.empty()) chosen.push_back("reference");
     return chosen;
   }
   for (const std::string& name : named) {
-    if (name == kAutomatic || known(implementations(op, mode), name)) chosen.push_back(name);
+    if (known(all, name) || (name == kAutomatic && !all.empty())) chosen.push_back(name);
   }
   return chosen;
 }
 
-void check_implementation_names(const std::vector<std::string>& named) {
+void check_implementation_names(Device device, const std::vector<std::string>& named) {
   std::vector<std::string> all = {kAutomatic};
   for (Op op : kOps) {
     for (Mode mode : kModes) {
-      for (const std::string& name : implementations(op, mode)) {
+      for (const std::string& name : implementations(op, mode, device)) {
         if (!known(all, name)) all.push_back(name);
       }
     }
@@ -128,7 +141,8 @@ Plan make_plan(const Flags& flags) {
   Plan plan;
   const bool quick = flags.has("--quick");
   const std::vector<std::string> named = flags.list("--impl");
-  check_implementation_names(named);
+  plan.device = parse_device(flags.text("--device", "cpu"));
+  check_implementation_names(plan.device, named);
   plan.implementation_named = !named.empty();
   plan.min_seconds = flags.number("--min-time", quick ? 0.1 : 0.5, 0);
   plan.repeat = flags.integer("--repeat", quick ? 3 : 5, 1);
@@ -145,26 +159,31 @@ Plan make_plan(const Flags& flags) {
   for (const std::string& text : flags.list("--threads")) {
     thread_counts.push_back(static_cast<int>(parse_integer("--threads", text, 1)));
   }
-  if (thread_counts.empty()) thread_counts.push_back(default_num_threads());
+  if (thread_counts.empty()) thread_counts.push_back(plan.on_cuda() ? 1 : default_num_threads());
+  const std::string state = flags.text("--state", "fp32");
+  if (state != "fp32" && state != "bf16") throw UsageError("--state: expected fp32 or bf16, got '" + state + "'");
+  const DType state_dtype = state == "fp32" ? DType::kF32 : DType::kBF16;
   const int64_t sequences = flags.integer("--varlen", 0, 1);
   std::vector<DType> dtypes = {DType::kF32};
   if (flags.has("--dtype")) dtypes = parse_dtypes(flags.list("--dtype"));
 
   for (Op op : parse_ops(flags.list("--op"))) {
     for (Mode mode : modes) {
-      if (implementations(op, mode).empty()) {
-        const std::string reason = op_name(op) + " has no " + mode_name(mode);
+      if (implementations(op, mode, plan.device).empty()) {
+        const std::string reason = op_name(op) + " has no " + mode_name(mode) + " on " + device_name(plan.device);
         if (flags.has("--op") && flags.has("--mode")) throw UsageError("--mode: " + reason);
         continue;
       }
-      const std::vector<std::string> chosen = choose_implementations(op, mode, named);
+      const std::vector<std::string> chosen = choose_implementations(op, mode, plan.device, named);
       for (const std::string& name : named) {
         if (flags.has("--mode") && !known(chosen, name)) {
           plan.refused.push_back(op_name(op) + " " + mode_name(mode) + " " + name +
                                  ": there is no such implementation");
         }
       }
-      for (Shape shape : shapes.empty() ? default_shapes(mode, quick) : shapes) {
+      const std::vector<Shape> defaults =
+          plan.on_cuda() ? default_cuda_shapes(mode, quick) : default_shapes(mode, quick);
+      for (Shape shape : shapes.empty() ? defaults : shapes) {
         if (mode == Mode::kStep) shape.T = 1;
         if (op == Op::kTttLinear && (shape.K != shape.V || shape.HV != shape.H)) {
           const std::string reason = op_name(op) + " needs K = V and HV = H, got " + shape.text();
@@ -175,7 +194,7 @@ Plan make_plan(const Flags& flags) {
         for (DType dtype : dtypes) {
           for (int threads : thread_counts) {
             for (const std::string& name : chosen) {
-              BenchChoice choice{op, mode, shape, dtype, 0, flags.has("--saved-states")};
+              BenchChoice choice{op, mode, shape, dtype, 0, state_dtype, flags.has("--saved-states")};
               if (mode != Mode::kStep && sequences > 0) {
                 if (shape.B != 1) throw UsageError("--varlen: needs shapes with B=1, got " + shape.text());
                 choice.sequences = sequences;
@@ -298,6 +317,8 @@ class Bench {
  private:
   std::vector<Column> columns() const;
   const Limits& limits_for(int threads);
+  std::vector<Column> cuda_columns(size_t implementation, size_t shape) const;
+  void measure_on_cuda(const Config& config, const BenchProblem& problem);
   void measure(const Config& config, const BenchProblem& problem);
   void decline(const Config& config, const std::string& reason);
   void note_cached_states(const BenchChoice& choice);
@@ -319,6 +340,7 @@ std::vector<Column> Bench::columns() const {
     implementation = std::max(implementation, config.implementation.size());
     shape = std::max(shape, config.choice.shape.text().size());
   }
+  if (plan_.on_cuda()) return cuda_columns(implementation, shape);
   return {{"op", operation},      {"mode", 4},          {"impl", std::max(implementation, size_t{9})},
           {"dtype", 5},           {"thr", 3, true},     {"shape", shape},
           {"median ms", 9, true}, {"min", 9, true},     {"p90", 9, true},
@@ -326,9 +348,45 @@ std::vector<Column> Bench::columns() const {
           {"GB/s", 6, true},      {"% memcpy", 8, true}};
 }
 
+std::vector<Column> Bench::cuda_columns(size_t implementation, size_t shape) const {
+  return {{"op", 10},
+          {"mode", 4},
+          {"impl", std::max(implementation, size_t{9})},
+          {"dtype", 5},
+          {"state", 5},
+          {"shape", shape},
+          {"median us", 9, true},
+          {"min", 9, true},
+          {"p90", 9, true},
+          {"eager", 9, true},
+          {"host", 6, true},
+          {"GFLOP/s", 7, true},
+          {"GB/s", 6, true},
+          {"% copy", 6, true}};
+}
+
 const Limits& Bench::limits_for(int threads) {
   const auto found = limits_.find(threads);
-  return found != limits_.end() ? found->second : limits_.emplace(threads, measure_limits(threads)).first->second;
+  if (found != limits_.end()) return found->second;
+  const Limits limits = plan_.on_cuda() ? Limits{0, support::device_copy_gbps()} : measure_limits(threads);
+  return limits_.emplace(threads, limits).first->second;
+}
+
+void Bench::measure_on_cuda(const Config& config, const BenchProblem& problem) {
+  const CudaMeasurement measured = time_on_cuda(problem, config, plan_.device, plan_.min_seconds, plan_.repeat);
+  Record record{config, measured.timing, limits_for(config.threads)};
+  const Timing& timing = record.timing;
+  record.cuda = measured.cuda;
+  record.gflops = problem.flop() / timing.median_ms * 1e-6;
+  record.gbps = problem.bytes() / timing.median_ms * 1e-6;
+  records_.push_back(record);
+  progress_.clear();
+  const auto microseconds = [](double ms) { return format("%.2f", 1e3 * ms); };
+  table_.row({op_name(config.choice.op), mode_name(config.choice.mode), timing.implementation,
+              dtype_name(config.choice.dtype), dtype_name(config.choice.state_dtype), config.choice.shape.text(),
+              microseconds(timing.median_ms), microseconds(timing.min_ms), microseconds(timing.p90_ms),
+              microseconds(measured.cuda.eager_ms), microseconds(measured.cuda.host_ms), format("%.0f", record.gflops),
+              format("%.0f", record.gbps), format("%.1f", 100 * record.share_of_memcpy())});
 }
 
 void Bench::decline(const Config& config, const std::string& reason) {
@@ -337,6 +395,7 @@ void Bench::decline(const Config& config, const std::string& reason) {
 }
 
 void Bench::measure(const Config& config, const BenchProblem& problem) {
+  if (plan_.on_cuda()) return measure_on_cuda(config, problem);
   Record record{config, time_config(problem, config, plan_), limits_for(config.threads)};
   const Timing& timing = record.timing;
   record.gflops = problem.flop() / timing.median_ms * 1e-6;
@@ -352,7 +411,7 @@ void Bench::measure(const Config& config, const BenchProblem& problem) {
 }
 
 void Bench::note_cached_states(const BenchChoice& choice) {
-  if (choice.mode != Mode::kStep) return;
+  if (choice.mode != Mode::kStep || plan_.on_cuda()) return;
   const Shape& s = choice.shape;
   if (choice.op == Op::kShortConv) return;
   const double per_head = choice.op == Op::kTttLinear ? 2 : 1;  // the state and the sums
@@ -370,6 +429,11 @@ int Bench::run() {
     progress_.show("measuring the machine's limits");
     const Limits& limits = limits_for(config.threads);
     progress_.clear();
+    if (plan_.on_cuda()) {
+      std::printf("%s, copy within the device %.0f GB/s (bytes read + written)\n", cuda_devices()[0].name.c_str(),
+                  limits.memcpy_gbps);
+      continue;
+    }
     std::printf("limits, %d threads: fp32 FMA peak %.1f GFLOP/s, memcpy %.1f GB/s (bytes read + written)\n",
                 config.threads, limits.gflops, limits.memcpy_gbps);
   }
@@ -415,6 +479,10 @@ int run_bench(const std::vector<std::string>& arguments) {
        {"--mode", "NAMES", "fwd, bwd, step (default: all)"},
        {"--impl", "NAMES", "as `fastweight info` lists them, or auto (default: all but the reference)"},
        {"--dtype", "NAMES", "fp32, bf16, fp16 (default: fp32)"},
+       {"--state", "NAME", "fp32 or bf16: the states of a delta-rule step (default: fp32)"},
+       {"--device", "NAME",
+        "cpu or cuda (default: cpu). On CUDA: the time of a call in a graph, with data that\n"
+        "is not in the cache; eager: enqueued one by one; host: what the caller spends"},
        {"--threads", "COUNTS", "threads per call (default: every core)"},
        {"--shape", "SHAPE",
         "B=1,T=4096,H=16,K=128,V=128; HV= where it differs from H; D= for K and V; may be\n"
@@ -451,6 +519,7 @@ int run_bench(const std::vector<std::string>& arguments) {
     return 0;
   }
   Plan plan = make_plan(flags);
+  if (plan.on_cuda() && flags.has("--plot")) throw UsageError("--plot: the chart is for the CPU's limits");
   for (const char* flag : {"--json", "--plot"}) {
     // Now rather than after the measurements.
     const std::string path = flags.text(flag, "");

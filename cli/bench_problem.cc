@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "fastweight/ttt_linear.h"
 #include "support/blocks_case.h"
 #include "support/delta_rule_case.h"
+#include "support/placement.h"
 #include "support/random.h"
 #include "support/short_conv_case.h"
 #include "support/tensor.h"
@@ -104,6 +106,7 @@ class DeltaRuleBench : public BenchProblem {
   std::string run(const Context& context) const override;
   double flop() const override;
   double bytes() const override;
+  std::unique_ptr<BenchProblem> on_device(Device device) const override;
 
  private:
   BenchChoice choice_;
@@ -153,9 +156,43 @@ DeltaRuleBench::DeltaRuleBench(const BenchChoice& choice) : choice_(choice) {
   if (choice_.mode == Mode::kStep) {
     step_.in = in;
     step_.options = options;
+    data_.initial_state = data_.initial_state.to(choice_.state_dtype);
     step_.state = data_.initial_state.view();
     step_.o = output(choice_.dtype, {s.B, s.T, s.HV, s.V});
   }
+}
+
+// Calls with the tensors of `host` placed on a device.
+template <class Args>
+class PlacedDeltaRuleBench : public BenchProblem {
+ public:
+  PlacedDeltaRuleBench(const BenchProblem& host, const Args& args, Device device)
+      : host_(host), args_(args), placement_(support::views_of(args_), device) {}
+
+  std::string run(const Context& context) const override {
+    if constexpr (std::is_same_v<Args, DeltaRuleForward>) return delta_rule_forward(context, args_);
+    if constexpr (std::is_same_v<Args, DeltaRuleBackward>) return delta_rule_backward(context, args_);
+    if constexpr (std::is_same_v<Args, DeltaRuleStep>) return delta_rule_step(context, args_);
+  }
+  double flop() const override { return host_.flop(); }
+  double bytes() const override { return host_.bytes(); }
+
+ private:
+  const BenchProblem& host_;
+  Args args_;
+  support::Placement placement_;
+};
+
+std::unique_ptr<BenchProblem> DeltaRuleBench::on_device(Device device) const {
+  switch (choice_.mode) {
+    case Mode::kForward:
+      return std::make_unique<PlacedDeltaRuleBench<DeltaRuleForward>>(*this, forward_, device);
+    case Mode::kBackward:
+      return std::make_unique<PlacedDeltaRuleBench<DeltaRuleBackward>>(*this, backward_, device);
+    case Mode::kStep:
+      break;
+  }
+  return std::make_unique<PlacedDeltaRuleBench<DeltaRuleStep>>(*this, step_, device);
 }
 
 std::string DeltaRuleBench::run(const Context& context) const {

@@ -26,8 +26,9 @@ struct BenchChoice {
   Mode mode = Mode::kForward;
   Shape shape;
   DType dtype = DType::kF32;
-  int64_t sequences = 0;      // more than 0: T is cut into this many packed sequences of growing length (not for steps)
-  bool saved_states = false;  // the forward writes the chunk states, the backward reads them
+  int64_t sequences = 0;  // more than 0: T is cut into this many packed sequences of growing length (not for steps)
+  DType state_dtype = DType::kF32;  // of a step of the delta-rule family: fp32 or bf16
+  bool saved_states = false;        // the forward writes the chunk states, the backward reads them
 };
 
 inline constexpr int64_t kBlockChunk = 64;  // C of the building blocks
@@ -54,6 +55,10 @@ class BenchProblem {
 
   // Every input and output tensor once; the states of a step twice, read and written.
   virtual double bytes() const = 0;
+
+  // The same problem with its tensors in the device's memory; null for an operator without implementations there. Must
+  // not outlive this one.
+  virtual std::unique_ptr<BenchProblem> on_device(Device) const { return nullptr; }
 };
 
 std::unique_ptr<BenchProblem> make_bench_problem(const BenchChoice& choice);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "cli/bench_problem.h"
@@ -29,11 +30,20 @@ struct Timing {
   std::string implementation;  // that ran
 };
 
+// Of a record on a CUDA device, where the timing is that of a call in a graph.
+struct CudaTiming {
+  double eager_ms = 0;    // per call, enqueued one by one, by the device's clock
+  double host_ms = 0;     // that the calling thread spends in a call
+  int64_t data_sets = 1;  // that the calls take turns with
+  std::string device;
+};
+
 struct Record {
   Config config;
   Timing timing;
-  Limits limits;
+  Limits limits;  // CUDA: the rate of a copy within the device, no peak
   double gflops = 0, gbps = 0;
+  std::optional<CudaTiming> cuda = {};
 
   double share_of_peak() const { return gflops / limits.gflops; }
   double share_of_memcpy() const { return gbps / limits.memcpy_gbps; }

@@ -228,8 +228,9 @@ ShortConvSpec short_conv_determinism_spec() {
 // Running and judging, for every family alike: a Case has its Spec and becomes Results.
 
 template <class Case>
-auto run_mode(Mode mode, const Case& problem, const std::string& implementation, int threads) {
+auto run_mode(Mode mode, const Case& problem, const std::string& implementation, int threads, Device device = {}) {
   Context context;
+  context.device = device;
   context.num_threads = threads;
   context.implementation = implementation;
   switch (mode) {
@@ -243,8 +244,10 @@ auto run_mode(Mode mode, const Case& problem, const std::string& implementation,
   return support::step(problem, context);
 }
 
-BlockResults run_mode(Mode mode, const BlockCase& problem, const std::string& implementation, int threads) {
+BlockResults run_mode(Mode mode, const BlockCase& problem, const std::string& implementation, int threads,
+                      Device device = {}) {
   Context context;
+  context.device = device;
   context.num_threads = threads;
   context.implementation = implementation;
   return mode == Mode::kForward ? support::forward(problem, context) : support::backward(problem, context);
@@ -304,7 +307,7 @@ void judge(Line& line, const Case& problem, const Results& results, const Result
 
 class Checker {
  public:
-  Checker(std::vector<Op> ops, int threads) : ops_(std::move(ops)), threads_(threads) {}
+  Checker(std::vector<Op> ops, int threads, Device device) : ops_(std::move(ops)), threads_(threads), device_(device) {}
 
   int run(const std::string& golden_folder);
 
@@ -326,6 +329,7 @@ class Checker {
 
   std::vector<Op> ops_;
   int threads_;
+  Device device_;
   int comparisons_ = 0, failures_ = 0, skipped_ = 0;
   int configurations_ = 0, different_ = 0;  // of the determinism check
   std::vector<std::string> notes_;
@@ -352,7 +356,7 @@ void Checker::run_into(Line& line, const Case& problem, const Results& expected,
   const std::string what = op_name(line.op) + " " + mode_name(line.mode) + " " + line.implementation + " " +
                            line.dtype + " on " + problem.spec.name;
   try {
-    Results results = run_mode(line.mode, problem, line.implementation, threads_);
+    Results results = run_mode(line.mode, problem, line.implementation, threads_, device_);
     if (line.against == kGolden) drop_open_states(results);
     judge(line, problem, results, expected, oracle);
   } catch (const Error& error) {
@@ -391,12 +395,12 @@ void Checker::check_built_in(Op op, const std::vector<Spec>& specs) {
       problems.push_back(support::draw(spec, seed++));
     }
     for (Mode mode : kModes) {
-      if (implementations(op, mode).empty()) continue;
+      if (implementations(op, mode, device_).empty()) continue;
       std::vector<decltype(run_mode(mode, problems[0], "", 1))> oracle;
       for (const Case& problem : problems) {
         oracle.push_back(run_mode(mode, support::in_double(problem), "reference", threads_));
       }
-      for (const std::string& name : implementations(op, mode)) {
+      for (const std::string& name : implementations(op, mode, device_)) {
         Line line{op, mode, name, dtype_name(dtype), "reference"};
         for (size_t i = 0; i < problems.size(); ++i) run_into(line, problems[i], oracle[i], false);
         finish(line);
@@ -408,7 +412,7 @@ void Checker::check_built_in(Op op, const std::vector<Spec>& specs) {
 template <class Golden>
 void Checker::check_golden(Op op, const std::vector<Golden>& cases) {
   for (Mode mode : kModes) {
-    for (const std::string& name : implementations(op, mode)) {
+    for (const std::string& name : implementations(op, mode, device_)) {
       const bool oracle = name == "reference";
       Line line{op, mode, name, oracle ? "fp64" : "fp32", kGolden};
       for (const Golden& golden : cases) {
@@ -423,11 +427,11 @@ template <class Spec>
 void Checker::check_determinism(Op op, const Spec& spec) {
   const auto problem = support::draw(spec, 7);
   for (Mode mode : kModes) {
-    for (const std::string& name : implementations(op, mode)) {
+    for (const std::string& name : implementations(op, mode, device_)) {
       try {
-        const auto first = run_mode(mode, problem, name, many_threads());
-        const auto again = run_mode(mode, problem, name, many_threads());
-        const auto single = run_mode(mode, problem, name, 1);
+        const auto first = run_mode(mode, problem, name, many_threads(), device_);
+        const auto again = run_mode(mode, problem, name, many_threads(), device_);
+        const auto single = run_mode(mode, problem, name, 1, device_);
         const auto first_tensors = first.named(), again_tensors = again.named(), single_tensors = single.named();
         bool same = true;
         for (size_t i = 0; i < first_tensors.size(); ++i) {
@@ -489,7 +493,8 @@ void Checker::check_op(Op op, const std::string& golden_folder) {
 
 int Checker::run(const std::string& golden_folder) {
   const auto start = std::chrono::steady_clock::now();
-  std::printf("fastweight %s, %s, %d threads\n\n", version().c_str(), cpu_target().c_str(), threads_);
+  const std::string where = device_.type == DeviceType::kCuda ? cuda_devices()[0].name : cpu_target();
+  std::printf("fastweight %s, %s, %d threads\n\n", version().c_str(), where.c_str(), threads_);
   table_.header();
   for (Op op : ops_) check_op(op, golden_folder);
   comparisons_ += configurations_;
@@ -520,6 +525,7 @@ int run_check(const std::vector<std::string>& arguments) {
   const Flags flags(
       {{"--golden", "DIR", "folder of the golden cases (default: " + folder + ")"},
        {"--op", "NAMES", "operators and building blocks as `fastweight info` lists them; a comma list (default: all)"},
+       {"--device", "NAME", "cpu or cuda (default: cpu); the reference that all is compared with runs on the CPU"},
        {"--threads", "N", "threads per call (default: every core)"}},
       arguments);
   if (flags.help()) {
@@ -533,7 +539,7 @@ int run_check(const std::vector<std::string>& arguments) {
   }
   const std::string golden = flags.text("--golden", folder);
   const int threads = static_cast<int>(flags.integer("--threads", default_num_threads(), 1));
-  return Checker(parse_ops(flags.list("--op")), threads).run(golden);
+  return Checker(parse_ops(flags.list("--op")), threads, parse_device(flags.text("--device", "cpu"))).run(golden);
 }
 
 }  // namespace fastweight::cli

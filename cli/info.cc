@@ -20,6 +20,17 @@ std::string byte_count(int64_t bytes) {
                           : format("%g KiB", static_cast<double>(bytes) / (1 << 10));
 }
 
+std::string cuda_text() {
+  if (!built_with_cuda()) return "not built";
+  std::vector<std::string> devices;
+  for (const CudaDeviceInfo& device : cuda_devices()) {
+    devices.push_back(format("%d: %s, compute capability %d.%d, %d multiprocessors, %s, L2 %s", device.index,
+                             device.name.c_str(), device.major, device.minor, device.multiprocessors,
+                             byte_count(device.memory_bytes).c_str(), byte_count(device.l2_bytes).c_str()));
+  }
+  return "built for " + join(cuda_architectures(), ", ") + "; " + (devices.empty() ? "no device" : join(devices, "; "));
+}
+
 void print_text(const Machine& machine, double first_ms, double second_ms) {
   std::vector<std::string> caches;
   for (const Cache& cache : machine.caches) caches.push_back(cache.name() + " " + byte_count(cache.bytes));
@@ -33,15 +44,17 @@ void print_text(const Machine& machine, double first_ms, double second_ms) {
   std::printf("features      %s\n", machine.features.empty() ? "unknown" : join(machine.features, " ").c_str());
   std::printf("SIMD target   %s\n", machine.target.c_str());
   std::printf("built for     %s\n", join(cpu_targets(), ", ").c_str());
-  std::printf("devices       cpu; cuda: not built\n");
+  std::printf("devices       cpu; cuda: %s\n", cuda_text().c_str());
   std::printf("first call    %.2f ms (starts the threads), the next one %.3f ms\n", first_ms, second_ms);
   std::printf("\nimplementations, most special first:\n\n");
-  const Table table({{"operator", 18}, {"mode", 4}, {"implementations", 0}});
+  const Table table({{"device", 6}, {"operator", 18}, {"mode", 4}, {"implementations", 0}});
   table.header();
-  for (Op op : kOps) {
-    for (Mode mode : kModes) {
-      const std::vector<std::string> names = implementations(op, mode);
-      if (!names.empty()) table.row({op_name(op), mode_name(mode), join(names, ", ")});
+  for (Device device : {Device{DeviceType::kCpu}, Device{DeviceType::kCuda}}) {
+    for (Op op : kOps) {
+      for (Mode mode : kModes) {
+        const std::vector<std::string> names = implementations(op, mode, device);
+        if (!names.empty()) table.row({device_name(device), op_name(op), mode_name(mode), join(names, ", ")});
+      }
     }
   }
 }

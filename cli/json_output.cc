@@ -25,7 +25,7 @@ nlohmann::ordered_json record_json(const Record& record, const Machine& machine,
   json["op"] = op_name(choice.op);
   json["mode"] = mode_name(choice.mode);
   json["impl"] = record.timing.implementation;
-  json["device"] = "cpu";
+  json["device"] = record.cuda ? "cuda" : "cpu";
   json["dtype"] = dtype_name(choice.dtype);
   json["threads"] = record.config.threads;
   json["B"] = shape.B;
@@ -43,8 +43,16 @@ nlohmann::ordered_json record_json(const Record& record, const Machine& machine,
   json["first_call_ms"] = record.timing.first_ms;
   json["calls"] = record.timing.calls;
   json["gflops"] = record.gflops;
-  json["peak_gflops"] = record.limits.gflops;
-  json["share_of_peak"] = record.share_of_peak();
+  if (record.cuda) {
+    json["eager_ms"] = record.cuda->eager_ms;
+    json["host_ms"] = record.cuda->host_ms;
+    json["data_sets"] = record.cuda->data_sets;
+    json["cuda_device"] = record.cuda->device;
+  } else {
+    json["peak_gflops"] = record.limits.gflops;
+    json["share_of_peak"] = record.share_of_peak();
+  }
+  json["state_dtype"] = dtype_name(choice.state_dtype);
   json["gbps"] = record.gbps;
   json["memcpy_gbps"] = record.limits.memcpy_gbps;
   json["share_of_memcpy"] = record.share_of_memcpy();
@@ -79,12 +87,16 @@ std::string to_json(const Machine& machine, double first_call_ms, double second_
   json["target"] = machine.target;
   json["targets"] = cpu_targets();
   json["devices"] = nlohmann::ordered_json::array({"cpu"});
+  for (const CudaDeviceInfo& device : cuda_devices()) json["devices"].push_back(device.name);
+  json["cuda"] = cuda_architectures();
   json["first_call_ms"] = first_call_ms;
   json["second_call_ms"] = second_call_ms;
   for (Op op : kOps) {
     for (Mode mode : kModes) {
       const std::vector<std::string> names = implementations(op, mode);
       if (!names.empty()) json["implementations"][op_name(op)][mode_name(mode)] = names;
+      const std::vector<std::string> on_cuda = implementations(op, mode, {DeviceType::kCuda});
+      if (!on_cuda.empty()) json["cuda_implementations"][op_name(op)][mode_name(mode)] = on_cuda;
     }
   }
   return json.dump(2) + "\n";

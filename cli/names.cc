@@ -4,6 +4,7 @@
 
 #include "cli/flags.h"
 #include "cli/text.h"
+#include "fastweight/info.h"
 #include "fastweight/short_conv.h"
 #include "fastweight/ttt_linear.h"
 
@@ -118,11 +119,21 @@ std::vector<ImplementationInfo> family_of(Op op) {
 
 }  // namespace
 
-std::vector<std::string> implementations(Op op, Mode mode) {
+Device parse_device(const std::string& value) {
+  if (value == "cpu") return {};
+  if (value != "cuda") throw UsageError("--device: expected cpu or cuda, got '" + value + "'");
+  if (!built_with_cuda()) throw UsageError("--device cuda: built without CUDA");
+  if (cuda_devices().empty()) throw UsageError("--device cuda: there is no CUDA device on this machine");
+  return {DeviceType::kCuda, 0};
+}
+
+const char* device_name(Device device) { return device.type == DeviceType::kCuda ? "cuda" : "cpu"; }
+
+std::vector<std::string> implementations(Op op, Mode mode, Device device) {
   const char* const long_name = mode == Mode::kForward ? "forward" : mode == Mode::kBackward ? "backward" : "step";
   std::vector<std::string> names;
   for (const ImplementationInfo& info : family_of(op)) {
-    if (info.mode == long_name && info.device == "cpu") names.push_back(info.name);
+    if (info.mode == long_name && info.device == device_name(device)) names.push_back(info.name);
   }
   return names;
 }

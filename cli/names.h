@@ -51,8 +51,13 @@ Gate gate_of(Op op);
 // The building block that it is, if it is one.
 std::optional<Block> block_of(Op op);
 
-// The names of the CPU implementations of one operator and mode, most special first; none where the operator does not
-// have the mode.
-std::vector<std::string> implementations(Op op, Mode mode);
+// From the value of --device, cpu unless given: the CPU or the first CUDA device. Throws UsageError where there is
+// none.
+Device parse_device(const std::string& value);
+const char* device_name(Device device);  // cpu, cuda
+
+// The names of a device's implementations of one operator and mode, most special first; none where it does
+// not have the mode.
+std::vector<std::string> implementations(Op op, Mode mode, Device device = {});
 
 }  // namespace fastweight::cli

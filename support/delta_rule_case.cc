@@ -36,7 +36,47 @@ std::vector<int64_t> state_shape(const DeltaRuleSpec& spec) {
   return {num_sequences(spec), spec.HV, spec.K, spec.V};
 }
 
+std::vector<PlacedView> with_inputs(DeltaRuleInputs& in, std::vector<PlacedView> views) {
+  for (TensorView* view :
+       {&in.q, &in.k, &in.v, &in.g, &in.beta, &in.a_log, &in.dt_bias, &in.initial_state, &in.cu_seqlens}) {
+    views.push_back({view, false});
+  }
+  return views;
+}
+
 }  // namespace
+
+std::vector<PlacedView> views_of(DeltaRuleForward& args) {
+  return with_inputs(args.in, {{&args.o, true}, {&args.final_state, true}, {&args.chunk_states, true}});
+}
+
+std::vector<PlacedView> views_of(DeltaRuleBackward& args) {
+  return with_inputs(args.in, {{&args.d_o, false},
+                               {&args.d_final_state, false},
+                               {&args.chunk_states, false},
+                               {&args.dq, true},
+                               {&args.dk, true},
+                               {&args.dv, true},
+                               {&args.dg, true},
+                               {&args.dbeta, true},
+                               {&args.da_log, true},
+                               {&args.ddt_bias, true},
+                               {&args.d_initial_state, true}});
+}
+
+std::vector<PlacedView> views_of(DeltaRuleStep& args) {
+  return with_inputs(args.in, {{&args.state, true}, {&args.state_indices, false}, {&args.o, true}});
+}
+
+std::string run(const Context& context, const DeltaRuleForward& args) {
+  return run_placed(context, args, delta_rule_forward, [](DeltaRuleForward& x) { return views_of(x); });
+}
+std::string run(const Context& context, const DeltaRuleBackward& args) {
+  return run_placed(context, args, delta_rule_backward, [](DeltaRuleBackward& x) { return views_of(x); });
+}
+std::string run(const Context& context, const DeltaRuleStep& args) {
+  return run_placed(context, args, delta_rule_step, [](DeltaRuleStep& x) { return views_of(x); });
+}
 
 std::string DeltaRuleCase::op() const {
   switch (spec.options.gate) {
@@ -157,7 +197,7 @@ DeltaRuleResults forward(const DeltaRuleCase& problem, const Context& context, b
   args.o = results.o.view();
   args.final_state = results.final_state.view();
   args.chunk_states = results.chunk_states.view();
-  results.implementation = delta_rule_forward(context, args);
+  results.implementation = run(context, args);
   return results;
 }
 
@@ -187,7 +227,7 @@ DeltaRuleResults backward(const DeltaRuleCase& problem, const Context& context, 
   args.da_log = results.da_log.view();
   args.ddt_bias = results.ddt_bias.view();
   args.d_initial_state = results.d_initial_state.view();
-  results.implementation = delta_rule_backward(context, args);
+  results.implementation = run(context, args);
   return results;
 }
 
@@ -203,7 +243,7 @@ DeltaRuleResults step(const DeltaRuleCase& problem, const Context& context) {
   args.options = spec.options;
   args.state = results.final_state.view();
   args.o = results.o.view();
-  results.implementation = delta_rule_step(context, args);
+  results.implementation = run(context, args);
   return results;
 }
 

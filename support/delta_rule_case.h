@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "fastweight/delta_rule.h"
+#include "support/placement.h"
 #include "support/tensor.h"
 
 namespace fastweight::support {
@@ -53,6 +54,16 @@ struct DeltaRuleResults {
   // The present tensors with their names, in the order above.
   std::vector<std::pair<std::string, const Tensor*>> named() const;
 };
+
+// The tensors of a call, and which of them it writes.
+std::vector<PlacedView> views_of(DeltaRuleForward& args);
+std::vector<PlacedView> views_of(DeltaRuleBackward& args);
+std::vector<PlacedView> views_of(DeltaRuleStep& args);
+
+// Calls of the public API with tensors in host memory, on whatever device the context names.
+std::string run(const Context& context, const DeltaRuleForward& args);
+std::string run(const Context& context, const DeltaRuleBackward& args);
+std::string run(const Context& context, const DeltaRuleStep& args);
 
 // Outputs are poisoned with NaN before the call. Results have q's type (gradients of g, beta, parameters: theirs), the
 // states fp32, or fp64 for a problem in double.

@@ -21,6 +21,7 @@
 
 #include "fastweight/context.h"
 #include "fastweight/error.h"
+#include "support/device.h"
 #include "support/tensor.h"
 
 namespace fastweight::test {
@@ -33,6 +34,12 @@ inline bool reduced() {
   return value != nullptr && std::string(value) != "" && std::string(value) != "0";
 }
 
+// The golden cases: where the build found them, unless the programs were moved to another machine.
+inline std::string golden_folder(const char* of_the_build) {
+  const char* value = std::getenv("FASTWEIGHT_GOLDEN_DIR");
+  return value == nullptr ? of_the_build : value;
+}
+
 // Every value, or only the first few in a reduced run.
 template <class T>
 std::vector<T> first(std::vector<T> values, size_t count_if_reduced) {
@@ -40,16 +47,37 @@ std::vector<T> first(std::vector<T> values, size_t count_if_reduced) {
   return values;
 }
 
+// The device --------------------------------------------------------------------------------------------------------
+
+// Where the implementations under test run: the CPU, or the first CUDA device with FASTWEIGHT_TEST_DEVICE=cuda. The
+// oracle is the CPU's reference either way. A program that finds no such device ends with kSkipped: GoogleTest would
+// count its tests as passed.
+inline constexpr int kSkipped = 77;
+inline Device& device() {
+  static Device value = [] {
+    const char* name = std::getenv("FASTWEIGHT_TEST_DEVICE");
+    return name != nullptr && std::string(name) == "cuda" ? Device{DeviceType::kCuda, 0} : Device{};
+  }();
+  return value;
+}
+
+inline const char* device_name() { return device().type == DeviceType::kCuda ? "cuda" : "cpu"; }
+
 // The implementations -----------------------------------------------------------------------------------------------
 
 inline Context context_for(const std::string& implementation, int num_threads = 0) {
   Context context;
+  context.device = device();
   context.implementation = implementation;
   context.num_threads = num_threads;
   return context;
 }
 
-inline Context reference_context() { return context_for("reference"); }
+inline Context reference_context() {
+  Context context;
+  context.implementation = "reference";
+  return context;
+}
 
 // Who ran how often, and why others did not. Printed after the last test; an implementation that declined everything
 // in a full run is a failure.
@@ -63,6 +91,12 @@ class Tally : public ::testing::Environment {
   void declined(const std::string& name, const std::string& reason) {
     ++entries_[name].declined;
     entries_[name].reasons.insert(reason);
+  }
+  void SetUp() override {
+    const std::string reason = device().type == DeviceType::kCuda ? support::why_no_device() : "";
+    if (reason.empty()) return;
+    std::printf("skipped: %s\n", reason.c_str());
+    std::exit(kSkipped);
   }
   void TearDown() override {
     for (const auto& [name, entry] : entries_) {

@@ -76,13 +76,13 @@ TEST_F(Tool, InfoListsTheImplementations) {
   const Outcome text = run("info");
   EXPECT_EQ(text.exit_code, 0);
   for (const char* part :
-       {"SIMD target", "cuda: not built", "delta_rule", "gdn", "kda", "ttt_linear", "short_conv", "reference"}) {
+       {"SIMD target", "cuda: ", "delta_rule", "gdn", "kda", "ttt_linear", "short_conv", "reference"}) {
     EXPECT_TRUE(contains(text.output, part)) << part << " in\n" << text.output;
   }
   const Outcome json_text = run("info --json");
   EXPECT_EQ(json_text.exit_code, 0);
   const auto json = nlohmann::json::parse(json_text.output);
-  EXPECT_EQ(json.at("devices"), nlohmann::json::array({"cpu"}));
+  EXPECT_EQ(json.at("devices").at(0), "cpu");
   EXPECT_EQ(json.at("implementations").at("solve_tril").at("bwd").back(), "reference");
   EXPECT_FALSE(json.at("implementations").at("solve_tril").contains("step"));
   for (const char* op : {"delta_rule", "gdn", "kda", "ttt_linear", "short_conv"}) {

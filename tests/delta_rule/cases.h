@@ -26,7 +26,7 @@ inline constexpr Gate kGates[] = {Gate::kNone, Gate::kPerHead, Gate::kPerChannel
 inline std::vector<std::string> implementations(const std::string& mode) {
   std::vector<std::string> names;
   for (const ImplementationInfo& info : delta_rule_implementations()) {
-    if (info.mode == mode && info.device == "cpu") names.push_back(info.name);
+    if (info.mode == mode && info.device == device_name()) names.push_back(info.name);
   }
   return names;
 }
@@ -158,7 +158,7 @@ inline void expect_close(const DeltaRuleCase& problem, const DeltaRuleResults& r
   }
 }
 
-// Every CPU implementation of the mode on this problem, against the reference in double.
+// Every implementation of the mode on this problem, against the reference in double.
 inline void check_forward(const DeltaRuleCase& problem, bool chunk_states = false) {
   const DeltaRuleResults expected = support::forward(support::in_double(problem), reference_context(), chunk_states);
   for (const std::string& name : implementations("forward")) {
@@ -243,7 +243,7 @@ inline DeltaRuleResults forward_strided(const DeltaRuleCase& problem, const Cont
   args.final_state = final_state.view();
   args.chunk_states = chunk_states.view();
   DeltaRuleResults results;
-  results.implementation = delta_rule_forward(context, args);
+  results.implementation = support::run(context, args);
   for (const StridedTensor* x : {&o, &final_state, &chunk_states}) {
     EXPECT_TRUE(x->guards_intact()) << results.implementation << " wrote outside its outputs\n  "
                                     << describe(problem.spec);
@@ -275,7 +275,7 @@ inline DeltaRuleResults backward_strided(const DeltaRuleCase& problem, const Con
   args.ddt_bias = ddt_bias.view();
   args.d_initial_state = d_initial_state.view();
   DeltaRuleResults results;
-  results.implementation = delta_rule_backward(context, args);
+  results.implementation = support::run(context, args);
   for (const StridedTensor* x : {&dq, &dk, &dv, &dg, &dbeta, &da_log, &ddt_bias, &d_initial_state}) {
     EXPECT_TRUE(x->guards_intact()) << results.implementation << " wrote outside its outputs\n  "
                                     << describe(problem.spec);

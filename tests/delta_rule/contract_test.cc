@@ -15,7 +15,7 @@ using support::draw;
 // Every implementation by name, and the automatic choice.
 std::vector<std::string> choices(const std::string& mode) {
   std::vector<std::string> names = implementations(mode);
-  names.emplace_back();
+  if (!names.empty()) names.emplace_back();
   return names;
 }
 

@@ -215,7 +215,7 @@ TEST_P(Forward, PackedInputs) {
     if (!dense) continue;
     Tensor o(DType::kF32, problem.v.shape());
     args.o = o.view();
-    delta_rule_forward(context_for(name), args);
+    support::run(context_for(name), args);
     EXPECT_TRUE(support::same_bits(o, dense->o)) << name;
   }
 }
@@ -250,7 +250,7 @@ TEST_P(Forward, BroadcastInputs) {
       if (!dense) continue;
       Tensor o(DType::kF32, problem.v.shape());
       args.o = o.view();
-      delta_rule_forward(context_for(name), args);
+      support::run(context_for(name), args);
       EXPECT_TRUE(support::same_bits(o, dense->o)) << name << ", axis " << axis;
     }
   }
@@ -268,7 +268,7 @@ TEST_P(Forward, OptionalOutputs) {
     args.options = problem.spec.options;
     Tensor o(DType::kF32, problem.v.shape());
     args.o = o.view();
-    delta_rule_forward(context_for(name), args);
+    support::run(context_for(name), args);
     EXPECT_TRUE(support::same_bits(o, all->o)) << name;
   }
 }

@@ -16,7 +16,7 @@ using support::GoldenCase;
 constexpr double kExact = 1e-10;
 
 const std::vector<GoldenCase>& golden_cases() {
-  static const std::vector<GoldenCase> cases = support::load_delta_rule_golden(FASTWEIGHT_GOLDEN_DIR);
+  static const std::vector<GoldenCase> cases = support::load_delta_rule_golden(golden_folder(FASTWEIGHT_GOLDEN_DIR));
   return cases;
 }
 

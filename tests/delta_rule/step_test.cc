@@ -83,7 +83,7 @@ TEST_P(Step, PrefillThenSteps) {
   constexpr int64_t kPrefill = 64;
   for (const std::string& name : implementations("step")) {
     const DeltaRuleCase prefill = slice_tokens(problem, 0, kPrefill);
-    Tensor state = support::forward(prefill, Context{}).final_state;
+    Tensor state = support::forward(prefill, context_for("")).final_state;
     bool ran = true;
     for (int64_t t = kPrefill; t < one.T && ran; ++t) {
       DeltaRuleCase token = slice_tokens(problem, t, t + 1);
@@ -137,7 +137,7 @@ TEST_P(Step, StateIndices) {
         args.o = o.view();
         const auto ran = unless_declined("step", name, [&] {
           DeltaRuleResults results;
-          results.implementation = delta_rule_step(context_for(name), args);
+          results.implementation = support::run(context_for(name), args);
           return results;
         });
         if (!ran) continue;
@@ -191,7 +191,7 @@ TEST_P(Step, StridedTensors) {
       args.o = o.view();
       const auto results = unless_declined("step", name, [&] {
         DeltaRuleResults all;
-        all.implementation = delta_rule_step(context_for(name), args);
+        all.implementation = support::run(context_for(name), args);
         all.o = o.dense();
         all.final_state = state.dense();
         return all;

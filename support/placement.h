@@ -1,0 +1,68 @@
+// Runs a call on host tensors on whatever device the context names: for CUDA, the tensors are copied there and back.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fastweight/context.h"
+#include "fastweight/tensor.h"
+#include "support/device.h"
+#include "support/tensor.h"
+
+namespace fastweight::support {
+
+struct PlacedView {
+  TensorView* view;
+  bool written;
+};
+
+// Copies of host views in device memory, each with its shape, strides, the bytes between its elements and its alignment
+// up to 256 bytes, and with guard zones around it. The views are redirected to the copies.
+class Placement {
+ public:
+  Placement(std::vector<PlacedView> views, Device device);
+
+  // Waits for the stream and copies what was written back to the host. Throws std::runtime_error if a guard zone or an
+  // input has changed.
+  void finish(void* stream);
+
+ private:
+  struct Block {
+    void* host;
+    size_t bytes, at;
+    bool written;
+  };
+  std::vector<Block> blocks_;
+  std::vector<char> staged_;  // the buffer as it was uploaded
+  std::unique_ptr<DeviceBuffer> buffer_;
+};
+
+// A dense tensor in device memory; absent if made from an absent one.
+class DeviceCopy {
+ public:
+  DeviceCopy(const Tensor& tensor, Device device);
+  DeviceCopy(const TensorView& dense_host, Device device);
+
+  TensorView view() const { return view_; }
+  void set(const Tensor& tensor);  // of the same type and shape
+  Tensor get() const;              // waits for the device
+
+ private:
+  size_t bytes() const;
+  TensorView view_;
+  std::unique_ptr<DeviceBuffer> buffer_;
+};
+
+// entry(context, args) with the tensors of `args` on the context's device. views_of(args) names them.
+template <class Args, class Entry, class ViewsOf>
+std::string run_placed(const Context& context, Args args, const Entry& entry, const ViewsOf& views_of) {
+  if (context.device.type == DeviceType::kCpu) return entry(context, args);
+  Placement placement(views_of(args), context.device);
+  const std::string implementation = entry(context, args);
+  placement.finish(context.stream);
+  return implementation;
+}
+
+}  // namespace fastweight::support

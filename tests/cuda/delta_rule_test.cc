@@ -1,0 +1,403 @@
+// What is special about the delta-rule family on a CUDA device: graphs, streams, contents that the host cannot check,
+// many sequences. The cases of tests/delta_rule run on the device as well, see tests/CMakeLists.txt.
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "support/placement.h"
+#include "tests/delta_rule/cases.h"
+
+namespace fastweight::test {
+namespace {
+
+using support::DeviceCopy;
+using support::DeviceGraph;
+using support::DeviceStream;
+using support::draw;
+
+const Device kCuda{DeviceType::kCuda, 0};
+[[maybe_unused]] const bool g_on_cuda = (device() = kCuda, true);
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+Tensor offsets_of(const std::vector<int64_t>& offsets, DType dtype = DType::kI64) {
+  return Tensor(dtype, {static_cast<int64_t>(offsets.size())}, std::vector<double>(offsets.begin(), offsets.end()));
+}
+
+// A forward with all its tensors on the device, the chunk states up to the bound.
+struct ForwardOnDevice {
+  explicit ForwardOnDevice(const DeltaRuleCase& problem) : spec(problem.spec) {
+    DeltaRuleInputs& in = args.in;
+    const DeltaRuleInputs host = problem.inputs();
+    for (auto member : {&DeltaRuleInputs::q, &DeltaRuleInputs::k, &DeltaRuleInputs::v, &DeltaRuleInputs::g,
+                        &DeltaRuleInputs::beta, &DeltaRuleInputs::initial_state}) {
+      if ((host.*member).present()) in.*member = copy(host.*member);
+    }
+    offsets = std::make_unique<DeviceCopy>(problem.cu_seqlens, kCuda);
+    in.cu_seqlens = offsets->view();
+    args.options = spec.options;
+    const int64_t sequences = static_cast<int64_t>(spec.cu_seqlens.size()) - 1;
+    const int64_t chunks = delta_rule_num_chunks(spec.T, in.cu_seqlens, spec.options.chunk_size);
+    o = std::make_unique<DeviceCopy>(Tensor(spec.dtype, problem.v.shape()), kCuda);
+    final_state = std::make_unique<DeviceCopy>(Tensor(DType::kF32, {sequences, spec.HV, spec.K, spec.V}), kCuda);
+    chunk_states = std::make_unique<DeviceCopy>(Tensor(DType::kF32, {1, chunks, spec.HV, spec.K, spec.V}), kCuda);
+    args.o = o->view();
+    args.final_state = final_state->view();
+    args.chunk_states = chunk_states->view();
+  }
+
+  TensorView copy(const TensorView& host) {
+    return copies.emplace_back(std::make_unique<DeviceCopy>(host, kCuda))->view();
+  }
+
+  void poison() {
+    for (DeviceCopy* x : {o.get(), final_state.get(), chunk_states.get()}) {
+      Tensor values = x->get();
+      values.fill(kNaN);
+      x->set(values);
+    }
+  }
+
+  DeltaRuleResults results(int64_t tokens, int64_t chunks) const {
+    DeltaRuleResults all;
+    all.o = slice(o->get(), 1, 0, tokens);
+    all.final_state = final_state->get();
+    all.chunk_states = slice(chunk_states->get(), 1, 0, chunks);
+    return all;
+  }
+
+  DeltaRuleSpec spec;
+  DeltaRuleForward args;
+  std::vector<std::unique_ptr<DeviceCopy>> copies;
+  std::unique_ptr<DeviceCopy> offsets, o, final_state, chunk_states;
+};
+
+class CudaDeltaRule : public ::testing::TestWithParam<Gate> {
+ protected:
+  static DeltaRuleSpec spec(int64_t T, int64_t K, int64_t V) { return spec_of(GetParam(), T, K, V); }
+};
+
+// One capture serves any lengths that fit: the same bits as a call of its own, and nothing else written.
+TEST_P(CudaDeltaRule, GraphReplaysWithOtherLengths) {
+  constexpr int64_t kTokens = 300;
+  DeltaRuleSpec one = with_lengths(with_heads(spec(0, 64, 32), 2, 2), {100, 100, 50, 50});
+  one.dtype = DType::kBF16;
+  const DeltaRuleCase problem = draw(one, 1);
+  for (const std::string& name : implementations("forward")) {
+    ForwardOnDevice call(problem);
+    const DeviceStream stream;
+    Context context = context_for(name);
+    context.stream = stream.get();
+    const DeviceGraph graph(stream, [&] { EXPECT_EQ(delta_rule_forward(context, call.args), name); });
+    for (const std::vector<int64_t>& offsets : std::vector<std::vector<int64_t>>{{0, 100, 200, 250, 300},
+                                                                                 {0, 0, 1, 299, 300},
+                                                                                 {0, 64, 64, 64, 65},
+                                                                                 {0, 0, 0, 0, 0},
+                                                                                 {0, 3, 67, 131, 200}}) {
+      const int64_t tokens = offsets.back();
+      call.offsets->set(offsets_of(offsets));
+      call.poison();
+      graph.launch(stream);
+      stream.wait();
+      const int64_t chunks =
+          delta_rule_num_chunks(tokens, offsets_of(offsets).view(), static_cast<int32_t>(one.options.chunk_size));
+      const DeltaRuleResults replayed = call.results(tokens, chunks);
+      for (int64_t i = tokens; i < kTokens; ++i) {
+        for (double value : slice(call.o->get(), 1, i, i + 1).values()) ASSERT_TRUE(std::isnan(value)) << name;
+      }
+
+      DeltaRuleCase same = slice_tokens(problem, 0, tokens);
+      same.spec.cu_seqlens = offsets;
+      same.cu_seqlens = offsets_of(offsets);
+      DeltaRuleResults expected = support::forward(same, context_for(name), true);
+      expect_same_bits(replayed, expected, name + " with " + std::to_string(tokens) + " tokens");
+    }
+  }
+}
+
+// Each replay of a captured step advances the states once more.
+TEST_P(CudaDeltaRule, StepInAGraph) {
+  constexpr int kReplays = 5;
+  DeltaRuleSpec one = with_heads(spec(1, 128, 128), 2, 2);
+  one.B = 3;
+  one.dtype = DType::kBF16;
+  const DeltaRuleCase problem = draw(one, 2);
+  for (const std::string& name : implementations("step")) {
+    DeltaRuleCase eager = problem;
+    DeltaRuleResults expected;
+    for (int i = 0; i < kReplays; ++i) {
+      expected = support::step(eager, context_for(name));
+      eager.initial_state = expected.final_state;
+    }
+
+    const DeviceCopy q(problem.q, kCuda), k(problem.k, kCuda), v(problem.v, kCuda), beta(problem.beta, kCuda);
+    const DeviceCopy g(problem.g, kCuda), state(problem.initial_state, kCuda), o(expected.o, kCuda);
+    DeltaRuleStep args;
+    args.options = one.options;
+    args.in.q = q.view();
+    args.in.k = k.view();
+    args.in.v = v.view();
+    args.in.g = g.view();
+    args.in.beta = beta.view();
+    args.state = state.view();
+    args.o = o.view();
+    const DeviceStream stream;
+    Context context = context_for(name);
+    context.stream = stream.get();
+    const DeviceGraph graph(stream, [&] { delta_rule_step(context, args); });
+    for (int i = 0; i < kReplays; ++i) graph.launch(stream);
+    stream.wait();
+    EXPECT_TRUE(support::same_bits(state.get(), expected.final_state)) << name;
+    EXPECT_TRUE(support::same_bits(o.get(), expected.o)) << name;
+  }
+}
+
+// All tokens at once, or a prefill and then a step per token: the same bits.
+TEST_P(CudaDeltaRule, SameBitsByStepsAfterAPrefill) {
+  constexpr int64_t kPrefill = 33;
+  for (bool v_first : {false, true}) {
+    DeltaRuleSpec one = with_heads(spec(40, 128, 64), 1, 2);
+    one.B = 2;
+    one.dtype = DType::kBF16;
+    one.options.qk_l2norm = one.options.beta_sigmoid = true;
+    one.options.gate_in_kernel = GetParam() != Gate::kNone;
+    one.options.state_v_first = v_first;
+    const DeltaRuleCase problem = draw(one, 3);
+    const Context context = context_for("recurrent");
+    const DeltaRuleResults whole = support::forward(problem, context);
+    Tensor state = support::forward(slice_tokens(problem, 0, kPrefill), context).final_state;
+    for (int64_t t = kPrefill; t < one.T; ++t) {
+      DeltaRuleCase token = slice_tokens(problem, t, t + 1);
+      token.initial_state = state;
+      const DeltaRuleResults results = support::step(token, context);
+      state = results.final_state;
+      EXPECT_TRUE(support::same_bits(results.o, slice(whole.o, 1, t, t + 1))) << "token " << t;
+    }
+    EXPECT_TRUE(support::same_bits(state, whole.final_state));
+  }
+}
+
+// States in either order give the same bits.
+TEST_P(CudaDeltaRule, SameBitsForBothOrdersOfTheState) {
+  for (const auto& [K, V] : std::vector<std::pair<int64_t, int64_t>>{{128, 128}, {64, 256}, {256, 40}, {20, 36}}) {
+    DeltaRuleSpec one = with_heads(spec(9, K, V), 1, 2);
+    const DeltaRuleCase k_first = draw(one, 4);
+    DeltaRuleCase v_first = k_first;
+    v_first.spec.options.state_v_first = true;
+    const auto turned = [](const Tensor& x) {
+      const std::vector<int64_t>& s = x.shape();
+      Tensor result(x.dtype(), {s[0], s[1], s[3], s[2]});
+      for (int64_t i = 0; i < x.size(); ++i) {
+        const int64_t matrix = i / (s[2] * s[3]), row = i / s[3] % s[2], column = i % s[3];
+        result.set(matrix * s[2] * s[3] + column * s[2] + row, x[i]);
+      }
+      return result;
+    };
+    v_first.initial_state = turned(k_first.initial_state);
+    const Context context = context_for("recurrent");
+    const DeltaRuleResults a = support::forward(k_first, context);
+    DeltaRuleResults b = support::forward(v_first, context);
+    b.final_state = turned(b.final_state);
+    expect_same_bits(b, a, "K=" + std::to_string(K) + " V=" + std::to_string(V));
+  }
+}
+
+// More sequences than one tile of the chunk count, many of them empty.
+TEST_P(CudaDeltaRule, ThousandsOfSequences) {
+  Dice dice(5);
+  std::vector<int64_t> lengths;
+  for (int n = 0; n < 3000; ++n)
+    lengths.push_back(dice.chance(30) ? 0 : dice.chance(5) ? dice.between(17, 40) : dice.between(1, 4));
+  DeltaRuleSpec one = with_lengths(with_heads(spec(0, 12, 8), 1, 1), lengths);
+  one.options.chunk_size = 16;
+  check_forward(draw(one, 5), true);
+  check_step(draw(one, 6));
+}
+
+TEST_P(CudaDeltaRule, ManyBatchesAndHeads) {
+  DeltaRuleSpec one = with_heads(spec(1, 16, 8), 40, 2);
+  one.B = 900;
+  check_step(draw(one, 7));
+}
+
+// A state in bf16 is rounded once per call, whatever its number of tokens.
+TEST_P(CudaDeltaRule, StatesInBf16) {
+  for (bool v_first : {false, true}) {
+    for (const auto& [K, V] : std::vector<std::pair<int64_t, int64_t>>{{128, 128}, {64, 32}, {20, 36}, {7, 5}}) {
+      DeltaRuleSpec one = with_heads(spec(3, K, V), 1, 2);
+      one.B = 2;
+      one.dtype = DType::kBF16;
+      one.options.state_v_first = v_first;
+      DeltaRuleCase problem = draw(one, 8);
+      problem.initial_state = problem.initial_state.to(DType::kBF16);
+      const DeltaRuleResults in_fp32 = support::step(problem, context_for("recurrent"));
+      Tensor state = problem.initial_state, o(DType::kBF16, problem.v.shape());
+      DeltaRuleStep args;
+      args.in = problem.inputs();
+      args.in.initial_state = {};
+      args.options = one.options;
+      args.state = state.view();
+      args.o = o.view();
+      support::run(context_for("recurrent"), args);
+      EXPECT_TRUE(support::same_bits(o, in_fp32.o)) << describe(one);
+      EXPECT_TRUE(support::same_bits(state, in_fp32.final_state.to(DType::kBF16))) << describe(one);
+    }
+  }
+}
+
+// What the host cannot refuse touches nothing outside the tensors: support::run looks at the memory around them.
+TEST_P(CudaDeltaRule, MalformedOffsetsStayInside) {
+  for (const std::vector<int64_t>& offsets : std::vector<std::vector<int64_t>>{
+           {0, 200, 10, 69}, {-5, -1, 30, 1000000}, {60, 50, 40, 30}, {0, 69, 0, 69}, {int64_t{1} << 40, 0, 1, 2}}) {
+    DeltaRuleSpec one = with_lengths(with_heads(spec(0, 32, 16), 1, 2), {20, 20, 29});
+    one.options.chunk_size = 16;
+    DeltaRuleCase problem = draw(one, 9);
+    problem.cu_seqlens = offsets_of(offsets);
+    DeltaRuleForward args;
+    args.in = problem.inputs();
+    args.options = one.options;
+    Tensor o(DType::kF32, problem.v.shape()), chunk_states(DType::kF32, {1, 3, one.HV, one.K, one.V});
+    args.o = o.view();
+    args.chunk_states = chunk_states.view();
+    for (const std::string& name : implementations("forward")) {
+      EXPECT_NO_THROW(support::run(context_for(name), args)) << name;
+    }
+  }
+}
+
+TEST_P(CudaDeltaRule, SlotsThatDoNotExistAreSkipped) {
+  DeltaRuleSpec one = with_heads(spec(2, 20, 36), 1, 2);
+  one.B = 4;
+  const DeltaRuleCase problem = draw(one, 10);
+  const Tensor indices(DType::kI32, {4}, std::vector<double>{3, 4, -7, 0});
+  for (const std::string& name : implementations("step")) {
+    Tensor state = problem.initial_state, o(DType::kF32, problem.v.shape());
+    o.fill(kNaN);
+    DeltaRuleStep args;
+    args.in = problem.inputs();
+    args.in.initial_state = {};
+    args.options = one.options;
+    args.state = state.view();
+    args.state_indices = indices.view();
+    args.o = o.view();
+    support::run(context_for(name), args);
+    for (int64_t n : {1, 2}) {
+      for (double value : slice(o, 0, n, n + 1).values()) EXPECT_EQ(value, 0) << name;
+      EXPECT_TRUE(support::same_bits(slice(state, 0, n, n + 1), slice(problem.initial_state, 0, n, n + 1))) << name;
+    }
+    for (int64_t n : {0, 3}) {
+      EXPECT_FALSE(support::same_bits(slice(state, 0, n, n + 1), slice(problem.initial_state, 0, n, n + 1))) << name;
+    }
+  }
+}
+
+// Calls from several threads at once, each on a stream of its own.
+TEST_P(CudaDeltaRule, ConcurrentCalls) {
+  const DeltaRuleCase problem = draw(with_lengths(with_heads(spec(0, 128, 64), 2, 2), {70, 1, 0, 33}), 11);
+  const DeltaRuleResults expected = support::forward(problem, context_for(""), true);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&] {
+      const DeviceStream stream;
+      Context context = context_for("");
+      context.stream = stream.get();
+      for (int round = 0; round < 5; ++round) expect_same_bits(support::forward(problem, context, true), expected);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+INSTANTIATE_TEST_SUITE_P(Operators, CudaDeltaRule, ::testing::ValuesIn(kGates),
+                         [](const auto& instance) { return name_of(instance.param); });
+
+// Scratch memory -----------------------------------------------------------------------------------------------------
+
+struct CountingSource {
+  std::vector<std::unique_ptr<support::DeviceBuffer>> blocks;
+  int released = 0;
+  bool empty = false;
+
+  WorkspaceSource source() {
+    return {[](void* user, size_t bytes) -> void* {
+              auto* self = static_cast<CountingSource*>(user);
+              if (self->empty) return nullptr;
+              self->blocks.push_back(std::make_unique<support::DeviceBuffer>(bytes));
+              return self->blocks.back()->data();
+            },
+            [](void* user, void*, size_t) { ++static_cast<CountingSource*>(user)->released; }, this};
+  }
+};
+
+TEST(CudaWorkspace, FromTheCaller) {
+  const DeltaRuleCase problem = draw(with_lengths(spec_of(Gate::kPerHead, 0, 32, 16), {70, 1, 0, 33}), 12);
+  CountingSource memory;
+  Context context = context_for("recurrent");
+  const DeltaRuleResults expected = support::forward(problem, context, true);
+  context.workspace = memory.source();
+  expect_same_bits(support::forward(problem, context, true), expected);
+  EXPECT_EQ(memory.blocks.size(), 1u);
+  EXPECT_EQ(memory.released, 1);
+  memory.empty = true;
+  try {
+    support::forward(problem, context, true);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kOutOfMemory);
+  }
+}
+
+// Refused calls ------------------------------------------------------------------------------------------------------
+
+void expect_refused(const DeltaRuleForward& args, const Context& context, ErrorCode code, const std::string& text) {
+  try {
+    delta_rule_forward(context, args);
+    ADD_FAILURE() << "accepted; expected: " << text;
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), code);
+    EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+  }
+}
+
+TEST(CudaErrors, DevicesAndPointers) {
+  DeltaRuleCase problem = draw(with_lengths(spec_of(Gate::kPerHead, 0, 32, 16), {5, 4}), 13);
+  const ForwardOnDevice call(problem);
+  const Context context = context_for("");
+  EXPECT_NO_THROW(delta_rule_forward(context, call.args));
+
+  DeltaRuleForward args = call.args;
+  args.in.k = problem.k.view();
+  expect_refused(args, context, ErrorCode::kInvalidArgument, "k: expected memory on cuda:0, got cpu:0");
+  args.in.k.device = kCuda;
+  expect_refused(args, context, ErrorCode::kInvalidArgument,
+                 "k: expected a pointer into memory of cuda:0, got plain host memory");
+  args = call.args;
+  args.in.cu_seqlens = problem.cu_seqlens.view();
+  expect_refused(args, context, ErrorCode::kInvalidArgument, "cu_seqlens: expected memory on cuda:0, got cpu:0");
+  expect_refused(call.args, Context{}, ErrorCode::kInvalidArgument, "q: expected memory on cpu:0, got cuda:0");
+
+  args = call.args;
+  Context elsewhere = context;
+  elsewhere.device.index = 99;
+  for (TensorView* view : {&args.in.q, &args.in.k, &args.in.v, &args.in.g, &args.in.beta, &args.in.initial_state,
+                           &args.in.cu_seqlens, &args.o, &args.final_state, &args.chunk_states}) {
+    view->device.index = 99;
+  }
+  expect_refused(args, elsewhere, ErrorCode::kInvalidArgument, "device: expected cuda:0");
+}
+
+TEST(CudaErrors, WhatIsNotThere) {
+  const DeltaRuleCase problem = draw(with_lengths(spec_of(Gate::kPerHead, 0, 32, 16), {5, 4}), 14);
+  const ForwardOnDevice call(problem);
+  expect_refused(call.args, context_for("reference"), ErrorCode::kInvalidArgument, "implementation: expected one of");
+  const ForwardOnDevice in_double(support::in_double(problem));
+  DeltaRuleForward args = in_double.args;
+  args.final_state = args.chunk_states = {};
+  expect_refused(args, context_for(""), ErrorCode::kUnsupported, "fp64");
+}
+
+}  // namespace
+}  // namespace fastweight::test

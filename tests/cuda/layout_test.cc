@@ -1,0 +1,99 @@
+// How tensors and options reach the kernels, on the host.
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "cuda/common/tensor.h"
+#include "cuda/delta_rule/device_problem.h"
+#include "support/tensor.h"
+
+namespace fastweight::cuda {
+namespace {
+
+using support::Tensor;
+
+TensorView dense_view(DType dtype, std::initializer_list<int64_t> shape) {
+  alignas(256) static char memory[1];
+  return TensorView::dense(memory, dtype, shape);
+}
+
+TEST(CudaLayout, Quads) {
+  for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    const TensorView view = dense_view(dtype, {2, 3, 4, 8});
+    EXPECT_TRUE(device_tensor(view).quads);
+
+    TensorView shifted = view;
+    shifted.data = static_cast<char*>(view.data) + 2 * element_size(dtype);
+    EXPECT_FALSE(device_tensor(shifted).quads) << "two elements off";
+    shifted.data = static_cast<char*>(view.data) + 4 * element_size(dtype);
+    EXPECT_TRUE(device_tensor(shifted).quads) << "one quad off";
+
+    EXPECT_FALSE(device_tensor(dense_view(dtype, {2, 3, 4, 6})).quads) << "a row of six";
+    TensorView gaps = view;
+    gaps.strides[2] = 10;
+    EXPECT_FALSE(device_tensor(gaps).quads) << "rows ten apart";
+    gaps.shape[2] = 1;
+    EXPECT_TRUE(device_tensor(gaps).quads) << "one row: its stride does not matter";
+    TensorView spread = view;
+    spread.strides[3] = 2;
+    EXPECT_FALSE(device_tensor(spread).quads) << "every second element";
+  }
+  EXPECT_FALSE(device_tensor({}).present());
+}
+
+TEST(CudaLayout, StatesInEitherOrder) {
+  const TensorView k_first = dense_view(DType::kF32, {5, 2, 24, 40}), v_first = dense_view(DType::kF32, {5, 2, 40, 24});
+  const DeviceStates a = device_states(k_first, false), b = device_states(v_first, true);
+  EXPECT_EQ(a.k_stride, 40);
+  EXPECT_EQ(a.v_stride, 1);
+  EXPECT_TRUE(a.v_quads && !a.k_quads);
+  EXPECT_EQ(b.k_stride, 1);
+  EXPECT_EQ(b.v_stride, 24);
+  EXPECT_TRUE(b.k_quads && !b.v_quads);
+  for (const DeviceStates& states : {a, b}) {
+    EXPECT_EQ(states.outer_strides[0], 2 * 24 * 40);
+    EXPECT_EQ(states.outer_strides[1], 24 * 40);
+  }
+  const DeviceStates chunks = device_states(dense_view(DType::kBF16, {1, 7, 2, 24, 40}), false);
+  EXPECT_EQ(chunks.outer_strides[1], 2 * 24 * 40);
+  EXPECT_EQ(chunks.outer_strides[2], 24 * 40);
+  EXPECT_FALSE(device_states(dense_view(DType::kF32, {5, 2, 24, 3}), false).v_quads) << "three columns";
+}
+
+TEST(CudaLayout, OptionsOfAProblem) {
+  DeltaRuleStepProblem problem;
+  problem.sizes = {1, 9, 2, 6, 3, 32, 64, 4, 4};
+  problem.scale = 0.25;
+  problem.args.options.gate = Gate::kPerChannel;
+  problem.args.options.gate_in_kernel = true;
+  problem.args.options.lower_bound = -5;
+  problem.args.options.beta_sigmoid = problem.args.options.allow_neg_eigval = true;
+  problem.args.in.q = problem.args.in.k = dense_view(DType::kBF16, {1, 9, 2, 32});
+  problem.args.in.v = dense_view(DType::kBF16, {1, 9, 6, 64});
+  problem.args.in.beta = dense_view(DType::kF32, {1, 9, 6, 64});
+  const Tensor offsets(DType::kI64, {5});
+  problem.args.in.cu_seqlens = offsets.view();
+
+  const DeltaRuleDeviceProblem device = device_problem(problem);
+  EXPECT_EQ(device.num_value_heads, 6);
+  EXPECT_EQ(device.group, 3);
+  EXPECT_EQ(device.head_dim_k, 32);
+  EXPECT_EQ(device.head_dim_v, 64);
+  EXPECT_EQ(device.sequences.count, 4);
+  EXPECT_EQ(device.sequences.tokens, 9);
+  EXPECT_EQ(device.sequences.offsets, offsets.data());
+  EXPECT_EQ(device.scale, 0.25f);
+  EXPECT_EQ(device.beta_factor, 2.0f);
+  EXPECT_EQ(device.lower_bound, -5.0f);
+  EXPECT_TRUE(device.has_lower_bound && device.gate_in_kernel && device.beta_sigmoid && device.beta_per_value);
+  EXPECT_TRUE(device.qkv_quads);
+  EXPECT_FALSE(device.a_log.present() || device.dt_bias.present());
+
+  problem.args.options.lower_bound = DeltaRuleOptions::kUnset;
+  problem.args.in.v.strides[1] += 2;
+  EXPECT_FALSE(device_problem(problem).has_lower_bound);
+  EXPECT_FALSE(device_problem(problem).qkv_quads);
+}
+
+}  // namespace
+}  // namespace fastweight::cuda
