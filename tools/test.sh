@@ -55,15 +55,19 @@ count() {  # count PRESET
   done < <(sed -n 's/.*<testcase name="\([^"]*\)".* status="\([^"]*\)".*/\1 \2/p' "$results/ctest.xml")
 }
 
-build_and_test() {  # build_and_test PRESET [GTEST_FILTER [CTEST ARGUMENTS..]]
+test_preset() {  # test_preset PRESET [GTEST_FILTER [CTEST ARGUMENTS..]]
   local preset=$1 results="build/$1/test-results"
-  check build "$preset" || return 1
   rm -rf "$results"
   mkdir -p "$results"
   GTEST_FILTER="${2:-*}" ctest --preset "$preset" --parallel "$jobs" --output-junit "$PWD/$results/ctest.xml" "${@:3}"
   local status=$?
   count "$preset"
   return $status
+}
+
+build_and_test() {  # as test_preset
+  check build "$1" || return 1
+  test_preset "$@"
 }
 
 fuzz() {
@@ -76,6 +80,19 @@ fuzz() {
   done
 }
 
+# The register report of a kernel is printed when it is compiled; ccache repeats it.
+cuda() {
+  if ! command -v nvcc >/dev/null; then
+    echo "no nvcc on this machine"
+    ((++skipped))
+    return 0
+  fi
+  find build/cuda-check -name '*.cu.o' -delete 2>/dev/null
+  check build cuda-check >build/cuda-check.log 2>&1 || { cat build/cuda-check.log; return 1; }
+  check tools/spills.sh "$PWD/build/cuda-check.log" || return 1
+  test_preset cuda-check
+}
+
 mkdir -p build
 export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_stack_use_after_return=1}
 export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
@@ -83,6 +100,7 @@ export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
 begin=$SECONDS
 step "format" check tools/format.sh --check
 step "release build, all tests" build_and_test release
+step "CUDA, compiled for one architecture, tests without a device" cuda
 step "AddressSanitizer and UndefinedBehaviorSanitizer, all but slow tests" build_and_test asan '-*Slow*' -LE install
 step "ThreadSanitizer, tests with threads" build_and_test tsan '*Parallel*:*Thread*:*Concurrent*' -L unit
 step "fuzzing, built with clang" fuzz
