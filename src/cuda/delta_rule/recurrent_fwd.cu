@@ -32,9 +32,9 @@
 namespace fastweight::cuda {
 namespace {
 
-constexpr int kWarpsPerBlock = 4;
-constexpr int kKeys = 8;     // per lane
-constexpr int kColumns = 4;  // per lane
+constexpr int kMostWarps = 4;  // per block
+constexpr int kKeys = 8;       // per lane
+constexpr int kColumns = 4;    // per lane
 
 struct RecurrentArgs {
   DeltaRuleDeviceProblem problem;
@@ -111,16 +111,27 @@ __device__ __forceinline__ void store_state_quads(const DeviceStates& states, in
   }
 }
 
+// quads(type, along_k) for fp32 and bf16 states with quads, each() for all others.
+template <class Quads, class Each>
+__device__ __forceinline__ void with_layout(const DeviceStates& states, const Quads& quads, const Each& each) {
+  if ((!states.k_quads && !states.v_quads) || states.dtype == DType::kF16) {
+    each();
+  } else if (states.dtype == DType::kF32) {
+    constexpr std::integral_constant<DType, DType::kF32> kType;
+    states.k_quads ? quads(kType, std::true_type()) : quads(kType, std::false_type());
+  } else {
+    constexpr std::integral_constant<DType, DType::kBF16> kType;
+    states.k_quads ? quads(kType, std::true_type()) : quads(kType, std::false_type());
+  }
+}
+
 template <int kKeyLanes>
 __device__ __forceinline__ void load_state(const DeviceStates& states, int64_t offset, const Part& part, int K, int V,
                                            StateTile& S) {
-  if (states.k_quads) {
-    with_type(states.dtype,
-              [&](auto type) { load_state_quads<kKeyLanes, type.value, true>(states, offset, part, K, V, S); });
-  } else if (states.v_quads) {
-    with_type(states.dtype,
-              [&](auto type) { load_state_quads<kKeyLanes, type.value, false>(states, offset, part, K, V, S); });
-  } else {
+  const auto quads = [&](auto type, auto along_k) {
+    load_state_quads<kKeyLanes, type.value, along_k.value>(states, offset, part, K, V, S);
+  };
+  with_layout(states, quads, [&] {
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
       const int key = key_of<kKeyLanes>(part, i / 4) + i % 4;
@@ -132,19 +143,16 @@ __device__ __forceinline__ void load_state(const DeviceStates& states, int64_t o
         S.s[i][j] = inside ? load_float(states.data, states.dtype, element) : 0.0f;
       }
     }
-  }
+  });
 }
 
 template <int kKeyLanes>
 __device__ __forceinline__ void store_state(const DeviceStates& states, int64_t offset, const Part& part, int K, int V,
                                             const StateTile& S) {
-  if (states.k_quads) {
-    with_type(states.dtype,
-              [&](auto type) { store_state_quads<kKeyLanes, type.value, true>(states, offset, part, K, V, S); });
-  } else if (states.v_quads) {
-    with_type(states.dtype,
-              [&](auto type) { store_state_quads<kKeyLanes, type.value, false>(states, offset, part, K, V, S); });
-  } else {
+  const auto quads = [&](auto type, auto along_k) {
+    store_state_quads<kKeyLanes, type.value, along_k.value>(states, offset, part, K, V, S);
+  };
+  with_layout(states, quads, [&] {
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
       const int key = key_of<kKeyLanes>(part, i / 4) + i % 4;
@@ -155,7 +163,7 @@ __device__ __forceinline__ void store_state(const DeviceStates& states, int64_t 
         if (key < K && column < V) store_float(states.data, states.dtype, element, S.s[i][j]);
       }
     }
-  }
+  });
 }
 
 // The rows of one token of one head. Absent tensors are null.
@@ -391,6 +399,30 @@ __device__ __forceinline__ int64_t slot_of(const RecurrentArgs& args, int64_t se
   return slot < args.slots ? slot : -1;
 }
 
+// Where a state is written to, if anywhere. By value: a pointer to one of two kernel arguments would turn their fields
+// into loads from memory.
+struct StatePlace {
+  DeviceStates states;
+  int64_t offset;
+  bool exists;
+};
+
+__device__ __forceinline__ StatePlace final_place(const RecurrentArgs& args, const Part& part, int64_t slot) {
+  const DeviceStates& states = args.final_state;
+  return {states, slot * states.outer_strides[0] + part.head * states.outer_strides[1], states.present()};
+}
+
+// The state before token t of the sequence.
+__device__ __forceinline__ StatePlace chunk_place(const RecurrentArgs& args, const Part& part, int64_t batch,
+                                                  int64_t t) {
+  const DeviceStates& states = args.chunk_states;
+  const int64_t chunk = first_chunk_of(args.chunked, part.sequence) + t / args.chunked.chunk_size;
+  const int64_t* strides = states.outer_strides;
+  return {states, batch * strides[0] + chunk * strides[1] + part.head * strides[2], chunk < args.num_chunks};
+}
+
+// All tokens of one sequence for the warp's columns. The state is written in one place of the code, which its compile
+// time asks for.
 template <int kKeyLanes>
 __device__ __forceinline__ void run_part(const RecurrentArgs& args, const Part& part) {
   const DeltaRuleDeviceProblem& p = args.problem;
@@ -415,15 +447,13 @@ __device__ __forceinline__ void run_part(const RecurrentArgs& args, const Part& 
   }
   const GateParameters parameters = load_gate_parameters<kKeyLanes>(p, part);
 
-  for (int64_t t = 0; t < span.length; ++t, rows.o += o_step) {
-    if (args.chunk_states.present() && t % args.chunked.chunk_size == 0) {
-      const int64_t chunk = first_chunk_of(args.chunked, part.sequence) + t / args.chunked.chunk_size;
-      const int64_t* strides = args.chunk_states.outer_strides;
-      if (chunk < args.num_chunks) {
-        store_state<kKeyLanes>(args.chunk_states, span.batch * strides[0] + chunk * strides[1] + part.head * strides[2],
-                               part, K, V, S);
-      }
+  for (int64_t t = 0;; ++t, rows.o += o_step) {
+    const bool last = t == span.length;
+    if (last || (args.chunk_states.present() && t % args.chunked.chunk_size == 0)) {
+      const StatePlace place = last ? final_place(args, part, slot) : chunk_place(args, part, span.batch, t);
+      if (place.exists) store_state<kKeyLanes>(place.states, place.offset, part, K, V, S);
     }
+    if (last) return;
     Token token;
     decode_token(p, parameters, raw, token);
     if (t + 1 < span.length) {
@@ -434,43 +464,39 @@ __device__ __forceinline__ void run_part(const RecurrentArgs& args, const Part& 
     advance<kKeyLanes>(p, token, S, o);
     store_output(args, part, rows.o, o);
   }
-
-  if (args.final_state.present()) {
-    const int64_t* strides = args.final_state.outer_strides;
-    store_state<kKeyLanes>(args.final_state, slot * strides[0] + part.head * strides[1], part, K, V, S);
-  }
 }
 
 template <int kKeyLanes>
 constexpr int kColumnsPerWarp = kColumns* kWarpSize / kKeyLanes;
 
-// Warp w of the grid has the column group w % groups of head (w / groups) % HV of sequence w / groups / HV; a grid that
-// is smaller than that goes round.
+// Blocks (x, head, sequence), warp and x count the column groups: neighbours in time read neighbours in memory. A grid
+// with fewer heads or sequences than there are goes round.
 template <int kKeyLanes>
-__global__ void __launch_bounds__(kWarpsPerBlock* kWarpSize)
-    recurrent_kernel(const __grid_constant__ RecurrentArgs args, int groups, int64_t warps) {
+__global__ void __launch_bounds__(kMostWarps* kWarpSize) recurrent_kernel(const __grid_constant__ RecurrentArgs args) {
   const int lane = threadIdx.x % kWarpSize;
-  int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / kWarpSize;
-  for (; warp < warps; warp += static_cast<int64_t>(gridDim.x) * kWarpsPerBlock) {
-    Part part;
-    const int64_t row = warp / groups;
-    part.sequence = row / args.problem.num_value_heads;
-    part.head = static_cast<int>(row - part.sequence * args.problem.num_value_heads);
-    part.column = static_cast<int>(warp - row * groups) * kColumnsPerWarp<kKeyLanes> + lane / kKeyLanes * kColumns;
-    part.key_lane = lane % kKeyLanes;
-    run_part<kKeyLanes>(args, part);
+  const int group = (blockIdx.x * blockDim.x + threadIdx.x) / kWarpSize;
+  if (group * kColumnsPerWarp<kKeyLanes> >= args.problem.head_dim_v) return;
+  Part part;
+  part.column = group * kColumnsPerWarp<kKeyLanes> + lane / kKeyLanes * kColumns;
+  part.key_lane = lane % kKeyLanes;
+  for (part.sequence = blockIdx.z; part.sequence < args.problem.sequences.count; part.sequence += gridDim.z) {
+    for (part.head = blockIdx.y; part.head < args.problem.num_value_heads; part.head += gridDim.y) {
+      run_part<kKeyLanes>(args, part);
+    }
   }
 }
 
 template <int kKeyLanes>
 void launch_recurrent(const RecurrentArgs& args, const Context& context) {
-  constexpr int64_t kMostBlocks = 1 << 30;
+  constexpr int64_t kMostBlocks = 65535;  // along y and z
   const DeltaRuleDeviceProblem& p = args.problem;
   const int groups = (p.head_dim_v + kColumnsPerWarp<kKeyLanes> - 1) / kColumnsPerWarp<kKeyLanes>;
-  const int64_t warps = p.sequences.count * p.num_value_heads * groups;
-  const int64_t blocks = std::min((warps + kWarpsPerBlock - 1) / kWarpsPerBlock, kMostBlocks);
-  launch<recurrent_kernel<kKeyLanes>>("delta_rule recurrent", context,
-                                      {static_cast<unsigned>(blocks), kWarpsPerBlock * kWarpSize}, args, groups, warps);
+  const int warps = std::min(groups, kMostWarps);
+  const dim3 grid(static_cast<unsigned>((groups + warps - 1) / warps),
+                  static_cast<unsigned>(std::min<int64_t>(p.num_value_heads, kMostBlocks)),
+                  static_cast<unsigned>(std::min(p.sequences.count, kMostBlocks)));
+  launch<recurrent_kernel<kKeyLanes>>("delta_rule recurrent", context, {grid, static_cast<unsigned>(warps * kWarpSize)},
+                                      args);
 }
 
 void run(const RecurrentArgs& args, const Context& context) {
