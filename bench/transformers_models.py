@@ -1,6 +1,6 @@
 """What `fastweight.accelerate()` does for models of transformers: times with and without it, side by side.
 
-    python bench/transformers_models.py [--threads N] [--repeat N] [--models qwen3_next,kimi_linear,..]
+    python bench/transformers_models.py [--threads N] [--repeat N] [--models qwen3_next,..] [--workloads prefill,..]
 
 Random models of 4 layers, 3 of which are linear: hidden size 1024, 16 heads of 128 x 128 (Kimi-Linear: 8), MLPs of 1024,
 fp32. `prefill`: one sequence of 2048 tokens; `train`: forward and backward of one of 1024; `decode`: one token for each
@@ -86,6 +86,7 @@ def main():
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--workloads", default="prefill,train,decode")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     import transformers
@@ -95,7 +96,9 @@ def main():
     print(f"{'model':14}{'':10}{'PyTorch':>10}{'fastweight':>12}{'ratio':>8}")
     for name in arguments.models.split(","):
         model = build(name)
-        for workload, call in workloads(model).items():
+        calls = workloads(model)
+        for workload in arguments.workloads.split(","):
+            call = calls[workload]
             best = {False: float("inf"), True: float("inf")}
             for _ in range(arguments.repeat):
                 for accelerated in (False, True):
