@@ -6,7 +6,7 @@ set -euo pipefail
 has_file() { compgen -G "$1" >/dev/null; }
 has_program() { command -v "$1" >/dev/null; }
 missing=()
-need() { "${@:2}" || missing+=("$1"); }
+need() { "${@:2}" >/dev/null 2>&1 || missing+=("$1"); }
 
 need g++ has_program g++
 need cmake has_program cmake
@@ -16,6 +16,7 @@ need ccache has_program ccache
 need libhwy-dev has_file '/usr*/include/hwy/highway.h'
 need libgtest-dev has_file '/usr*/include/gtest/gtest.h'
 need nlohmann-json3-dev has_file '/usr*/include/nlohmann/json.hpp'
+need python3-venv python3 -c 'import ensurepip, venv'
 need clang-14 has_program clang++-14
 need libclang-rt-14-dev has_file '/usr/lib/llvm-14/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a'
 need clang-format-14 has_program clang-format-14

@@ -93,6 +93,22 @@ cuda() {
   test_preset cuda-check
 }
 
+# The tests run on the wheel as users install it.
+python_package() {
+  local results=build/python-results.xml status counts
+  check tools/python.sh lint || return 1
+  check tools/python.sh wheel || return 1
+  check tools/python.sh smoke || return 1
+  rm -f "$results"
+  tools/python.sh test --junitxml "$results"
+  status=$?
+  counts=$(sed -n 's/.*<testsuite .* errors="\([0-9]*\)" failures="\([0-9]*\)" skipped="\([0-9]*\)" tests="\([0-9]*\)".*/\1 \2 \3 \4/p' \
+    "$results" 2>/dev/null)
+  read -r e f s t <<<"${counts:-1 0 0 1}"
+  ((passed += t - e - f - s, failed += e + f, skipped += s))
+  return $status
+}
+
 mkdir -p build
 export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_stack_use_after_return=1}
 export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
@@ -104,6 +120,7 @@ step "CUDA, compiled for one architecture, tests without a device" cuda
 step "AddressSanitizer and UndefinedBehaviorSanitizer, all but slow tests" build_and_test asan '-*Slow*' -LE install
 step "ThreadSanitizer, tests with threads" build_and_test tsan '*Parallel*:*Thread*:*Concurrent*' -L unit
 step "fuzzing, built with clang" fuzz
+step "Python package: wheel and its tests" python_package
 
 printf '\n=== %d s in all\n' $((SECONDS - begin))
 for name in "${failed_steps[@]}"; do echo "FAILED: $name"; done

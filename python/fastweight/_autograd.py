@@ -58,13 +58,18 @@ def differentiable(
         @staticmethod
         @once_differentiable
         def backward(ctx, *output_gradients):
+            output_gradients = output_gradients[:num_output_gradients]
+            if all(x is None for x in output_gradients):
+                return (None,) * (num_inputs + len(ctx.options))
             mask = sum(needed << index for index, needed in enumerate(ctx.needs_input_grad[:num_inputs]))
             gradients = backward_operator(
-                *output_gradients[:num_output_gradients],
+                *output_gradients,
                 *ctx.saved_tensors,
                 *ctx.options[:num_backward_options],
                 mask,
             )
+            if isinstance(gradients, torch.Tensor):
+                gradients = (gradients,)
             cast = [None if x is None else x.to(dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=False)]
             return (*cast, *(None for _ in range(num_inputs - len(cast) + len(ctx.options))))
 

@@ -6,9 +6,10 @@ import sys
 import textwrap
 import types
 
-import fastweight
 import pytest
 import torch
+
+import fastweight
 
 transformers = pytest.importorskip("transformers")
 

@@ -3,9 +3,10 @@ and the same results."""
 
 import warnings
 
-import fastweight
 import pytest
 import torch
+
+import fastweight
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that it has no device

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from fastweight.layers import Cache, DeltaNet, GatedDeltaNet, KimiDeltaAttention, RMSNorm, RMSNormGated
 
 HIDDEN = 48

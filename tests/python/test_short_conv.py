@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from fastweight.ops import causal_conv1d, causal_conv1d_update
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from fastweight import ops
 from fastweight.layers import Cache, GatedDeltaNet, TTTLinear
 

@@ -1,5 +1,6 @@
 """The operators, with the names and arguments that flash-linear-attention gave them."""
 
+from .blocks import chunk_local_cumsum, fused_gdn_gate, fused_kda_gate, l2norm, solve_tril
 from .delta_rule import chunk_delta_rule, delta_rule_step, fused_recurrent_delta_rule
 from .gated_delta_rule import (
     chunk_gated_delta_rule,
@@ -18,12 +19,17 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "chunk_kda",
+    "chunk_local_cumsum",
     "chunk_ttt_linear",
     "delta_rule_step",
     "fused_chunk_ttt_linear",
+    "fused_gdn_gate",
+    "fused_kda_gate",
     "fused_recurrent_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_kda",
+    "l2norm",
+    "solve_tril",
     "ttt_linear_step",
 ]

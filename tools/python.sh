@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# The Python package: tools/python.sh wheel | lint | smoke | test [pytest arguments].
+# `wheel` builds a wheel with its libraries inside and installs it into a fresh environment; `smoke` runs it there with
+# no compiler in reach, `test` runs the tests on it. Everything stays under build/.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+tools=build/python-tools   # builds the wheel; holds PyTorch
+fresh=build/python-fresh   # holds the wheel, and sees PyTorch
+wheels=build/wheels
+
+prepare() {
+  if cmp -s tools/requirements.txt "$tools/requirements.txt"; then return; fi
+  rm -rf "$tools"
+  python3 -m venv "$tools"
+  "$tools/bin/python" -m pip install --quiet --disable-pip-version-check --requirement tools/requirements.txt
+  cp tools/requirements.txt "$tools/requirements.txt"
+}
+
+wheel() {
+  prepare
+  rm -rf "$wheels" "$fresh"
+  PATH="$PWD/$tools/bin:$PATH"
+  # The names that CMake finds by itself: ccache then knows what the other builds have compiled.
+  CC=cc CXX=c++ python -m pip wheel . --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir "$wheels/raw" \
+    --config-settings=cmake.define.FASTWEIGHT_WERROR=ON
+  python -m auditwheel repair --exclude libtorch_cpu.so --wheel-dir "$wheels" "$wheels"/raw/*.whl
+  ls -sh "$wheels"/fastweight-*-py3-none-manylinux*.whl
+
+  python3 -m venv --without-pip "$fresh"
+  local packages
+  packages=$("$fresh/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$packages/tools.pth"
+  python -m pip --python "$fresh/bin/python" install --quiet --disable-pip-version-check --no-index --no-deps \
+    --prefix "$fresh" "$wheels"/*.whl
+}
+
+case ${1:-} in
+  wheel) wheel ;;
+  lint)
+    prepare
+    "$tools/bin/ruff" format --check
+    "$tools/bin/ruff" check
+    ;;
+  smoke) env -i PATH=/nonexistent HOME="$HOME" "$fresh/bin/python" tests/python/smoke.py ;;
+  test) "$fresh/bin/python" -m pytest -p no:cacheprovider -q "${@:2}" tests/python ;;
+  *)
+    sed -n '2,4s/^# //p' "$0" >&2
+    exit 2
+    ;;
+esac
