@@ -2,9 +2,9 @@
 
     python bench/transformers_models.py [--threads N] [--repeat N] [--models qwen3_next,..] [--workloads prefill,..]
 
-Random models of 4 layers, 3 of which are linear: hidden size 1024, 16 heads of 128 x 128 (Kimi-Linear: 8), MLPs of 1024,
-fp32. `prefill`: one sequence of 2048 tokens; `train`: forward and backward of one of 1024; `decode`: one token for each
-of 8 sequences. Runs with and without alternate; the least time of each counts.
+Random models of 4 layers, 3 of which are linear: hidden size 1024, 16 heads of 128 x 128 (Kimi-Linear: 8), MLPs of
+1024, fp32. `prefill`: one sequence of 2048 tokens; `train`: forward and backward of one of 1024; `decode`: one token
+for each of 8 sequences. Runs with and without alternate; the least time of each counts.
 """
 
 import argparse

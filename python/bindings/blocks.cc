@@ -29,7 +29,7 @@ Tensor cumsum(const Tensor& x, const OptionalTensor& cu_seqlens, int64_t chunk_s
   args.chunk_size = static_cast<int32_t>(chunk_size);
   args.reverse = reverse;
   args.y = view("y", y);
-  chunk_local_cumsum(context_of(x), args);
+  chunk_local_cumsum(ContextOf(x), args);
   return y;
 }
 
@@ -71,7 +71,7 @@ void solve_tril_forward(StableIValue* stack, uint64_t, uint64_t) {
     args.a = view("A", a);
     args.cu_seqlens = view("cu_seqlens", cu_seqlens);
     args.j = view("J", j);
-    solve_tril_forward(context_of(a), args);
+    solve_tril_forward(ContextOf(a), args);
     give(stack, j);
   });
 }
@@ -89,7 +89,7 @@ void solve_tril_backward(StableIValue* stack, uint64_t, uint64_t) {
     args.dj = view("dJ", dj);
     args.cu_seqlens = view("cu_seqlens", cu_seqlens);
     args.da = view("dA", da);
-    solve_tril_backward(context_of(j), args);
+    solve_tril_backward(ContextOf(j), args);
     give(stack, da);
   });
 }
@@ -110,7 +110,7 @@ void l2norm_forward(StableIValue* stack, uint64_t, uint64_t) {
     args.x = view("x", x);
     args.y = view("y", y);
     args.rstd = view("rstd", rstd);
-    l2norm_forward(context_of(x), args);
+    l2norm_forward(ContextOf(x), args);
     give(stack, y, rstd);
   });
 }
@@ -128,7 +128,7 @@ void l2norm_backward(StableIValue* stack, uint64_t, uint64_t) {
     args.rstd = view("rstd", rstd);
     args.dy = view("dy", dy);
     args.dx = view("dx", dx);
-    l2norm_backward(context_of(y), args);
+    l2norm_backward(ContextOf(y), args);
     give(stack, dx);
   });
 }
@@ -164,7 +164,7 @@ void gate_forward(StableIValue* stack, uint64_t, uint64_t) {
     args.in = in.views();
     args.options = in.options;
     args.g = view("output", g);
-    gate_activation_forward(context_of(in.x), args);
+    gate_activation_forward(ContextOf(in.x), args);
     give(stack, g);
   });
 }
@@ -182,9 +182,25 @@ void gate_backward(StableIValue* stack, uint64_t, uint64_t) {
     const Tensor dx = output(0, "dg", in.x, args.dx);
     const Tensor da_log = output(1, "dA_log", in.a_log, args.da_log);
     const Tensor ddt_bias = output(2, "ddt_bias", in.dt_bias, args.ddt_bias);
-    gate_activation_backward(context_of(in.x), args);
+    gate_activation_backward(ContextOf(in.x), args);
     give(stack, dx, da_log, ddt_bias);
   });
+}
+
+// For every device: the library says what it can do where.
+void implement(Library& m) {
+  m.impl("chunk_local_cumsum_forward", &cumsum_forward);
+  m.impl("chunk_local_cumsum_differentiable", &cumsum_forward);
+  m.impl("chunk_local_cumsum_backward", &cumsum_backward);
+  m.impl("solve_tril_forward", &solve_tril_forward);
+  m.impl("solve_tril_differentiable", &solve_tril_forward);
+  m.impl("solve_tril_backward", &solve_tril_backward);
+  m.impl("l2norm_forward", &l2norm_forward);
+  m.impl("l2norm_differentiable", &l2norm_forward);
+  m.impl("l2norm_backward", &l2norm_backward);
+  m.impl("gate_activation_forward", &gate_forward);
+  m.impl("gate_activation_differentiable", &gate_forward);
+  m.impl("gate_activation_backward", &gate_backward);
 }
 
 }  // namespace
@@ -208,17 +224,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastweight, m) {
         ", int gradients) -> (Tensor dx, Tensor dA_log, Tensor ddt_bias)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fastweight, CPU, m) {
-  m.impl("chunk_local_cumsum_forward", &fastweight::bindings::cumsum_forward);
-  m.impl("chunk_local_cumsum_differentiable", &fastweight::bindings::cumsum_forward);
-  m.impl("chunk_local_cumsum_backward", &fastweight::bindings::cumsum_backward);
-  m.impl("solve_tril_forward", &fastweight::bindings::solve_tril_forward);
-  m.impl("solve_tril_differentiable", &fastweight::bindings::solve_tril_forward);
-  m.impl("solve_tril_backward", &fastweight::bindings::solve_tril_backward);
-  m.impl("l2norm_forward", &fastweight::bindings::l2norm_forward);
-  m.impl("l2norm_differentiable", &fastweight::bindings::l2norm_forward);
-  m.impl("l2norm_backward", &fastweight::bindings::l2norm_backward);
-  m.impl("gate_activation_forward", &fastweight::bindings::gate_forward);
-  m.impl("gate_activation_differentiable", &fastweight::bindings::gate_forward);
-  m.impl("gate_activation_backward", &fastweight::bindings::gate_backward);
-}
+STABLE_TORCH_LIBRARY_IMPL(fastweight, CPU, m) { fastweight::bindings::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(fastweight, CUDA, m) { fastweight::bindings::implement(m); }

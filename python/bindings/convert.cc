@@ -1,5 +1,7 @@
 #include "convert.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -40,6 +42,20 @@ Device device_of(const Tensor& tensor) {
   return {DeviceType::kCuda, tensor.get_device_index()};
 }
 
+// PyTorch's library for CUDA is loaded where there are CUDA tensors. A build for the CPU has none to link to.
+void* current_cuda_stream(int32_t device_index) {
+  using Get = AOTITorchError (*)(int32_t, void**);
+  static const Get get = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+    void* symbol = library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");
+    return reinterpret_cast<Get>(symbol);
+  }();
+  if (get == nullptr) throw Error(ErrorCode::kDevice, "this PyTorch has no CUDA streams");
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(get(device_index, &stream));
+  return stream;
+}
+
 }  // namespace
 
 TensorView view(const char* name, const Tensor& tensor) {
@@ -70,11 +86,24 @@ double number(const char* name, const std::optional<double>& value) {
   return *value;
 }
 
-Context context_of(const Tensor& tensor) {
-  Context context;
-  context.device = device_of(tensor);
-  context.num_threads = static_cast<int>(torch::stable::get_num_threads());
-  return context;
+ContextOf::ContextOf(const Tensor& tensor) : tensor_(tensor) {
+  context_.device = device_of(tensor);
+  if (context_.device.type == DeviceType::kCpu) {
+    context_.num_threads = static_cast<int>(torch::stable::get_num_threads());
+    return;
+  }
+  context_.stream = current_cuda_stream(context_.device.index);
+  context_.workspace = {allocate, [](void*, void*, size_t) {}, this};
+}
+
+void* ContextOf::allocate(void* self, size_t bytes) {
+  ContextOf& context = *static_cast<ContextOf*>(self);
+  try {
+    context.scratch_.push_back(dense(context.tensor_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
+    return context.scratch_.back().data_ptr();
+  } catch (const std::exception&) {
+    return nullptr;
+  }
 }
 
 Tensor dense(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {

@@ -18,6 +18,7 @@ namespace fastweight::bindings {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using Library = torch::stable::detail::StableLibrary;
 using OptionalTensor = std::optional<Tensor>;
 
 // The arguments of an operator in the order of its schema, taken one by one; then its results in the same way. Structs
@@ -47,8 +48,23 @@ TensorView view(const char* name, const OptionalTensor& tensor);
 // A finite number, or infinity, the library's word for an absent one.
 double number(const char* name, const std::optional<double>& value);
 
-// Runs on the device of `tensor`, with PyTorch's number of threads.
-Context context_of(const Tensor& tensor);
+// Runs on the device of `tensor`: on the CPU with PyTorch's number of threads, on CUDA on PyTorch's current stream with
+// scratch memory from PyTorch's allocator, which hands memory out again in the order of that stream.
+class ContextOf {
+ public:
+  explicit ContextOf(const Tensor& tensor);
+  ContextOf(const ContextOf&) = delete;
+  ContextOf& operator=(const ContextOf&) = delete;
+
+  operator const Context&() const { return context_; }
+
+ private:
+  static void* allocate(void* self, size_t bytes);
+
+  const Tensor& tensor_;
+  std::vector<Tensor> scratch_;
+  Context context_;
+};
 
 // A dense tensor on the device of `like`. Its elements are undefined.
 Tensor dense(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype);

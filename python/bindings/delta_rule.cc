@@ -97,7 +97,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
           dense(in.q, state_shape({extent(in.q, 0), count}, in, args.options.state_v_first), *chunk_states_dtype);
       args.chunk_states = view("chunk_states", chunk_states);
     }
-    delta_rule_forward(context_of(in.q), args);
+    delta_rule_forward(ContextOf(in.q), args);
     give(stack, o, final_state, chunk_states);
   });
 }
@@ -127,7 +127,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
     const Tensor da_log = output(5, "dA_log", in.a_log, args.da_log);
     const Tensor ddt_bias = output(6, "ddt_bias", in.dt_bias, args.ddt_bias);
     const Tensor d_initial_state = output.of_state(7, "d_initial_state", in.initial_state, args.d_initial_state);
-    delta_rule_backward(context_of(in.q), args);
+    delta_rule_backward(ContextOf(in.q), args);
     give(stack, dq, dk, dv, dg, dbeta, da_log, ddt_bias, d_initial_state);
   });
 }
@@ -145,9 +145,17 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
     args.state_indices = view("state_indices", state_indices);
     const Tensor o = dense(in.q, output_shape(in), in.q.scalar_type());
     args.o = view("o", o);
-    delta_rule_step(context_of(in.q), args);
+    delta_rule_step(ContextOf(in.q), args);
     give(stack, o);
   });
+}
+
+// For every device: the library says what it can do where.
+void implement(Library& m) {
+  m.impl("delta_rule_forward", &forward);
+  m.impl("delta_rule_differentiable", &forward);
+  m.impl("delta_rule_backward", &backward);
+  m.impl("delta_rule_step", &step);
 }
 
 }  // namespace
@@ -163,9 +171,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastweight, m) {
   m.def("delta_rule_step(Tensor(a!) state, Tensor? state_indices, " FW_INPUTS ", " FW_OPTIONS ") -> Tensor o");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fastweight, CPU, m) {
-  m.impl("delta_rule_forward", &fastweight::bindings::forward);
-  m.impl("delta_rule_differentiable", &fastweight::bindings::forward);
-  m.impl("delta_rule_backward", &fastweight::bindings::backward);
-  m.impl("delta_rule_step", &fastweight::bindings::step);
-}
+STABLE_TORCH_LIBRARY_IMPL(fastweight, CPU, m) { fastweight::bindings::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(fastweight, CUDA, m) { fastweight::bindings::implement(m); }

@@ -49,7 +49,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
           dense(in.x, {num_sequences(in.x, in.cu_seqlens), extent(in.x, 2), extent(in.weight, 1)}, in.x.scalar_type());
       args.final_state = view("final_state", final_state);
     }
-    short_conv_forward(context_of(in.x), args);
+    short_conv_forward(ContextOf(in.x), args);
     give(stack, y, final_state);
   });
 }
@@ -73,7 +73,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
     const Tensor dw = output(1, "dweight", in.weight, args.dw);
     const Tensor dbias = output(2, "dbias", in.bias, args.dbias);
     const Tensor d_initial_state = output(3, "d_initial_state", in.initial_state, args.d_initial_state);
-    short_conv_backward(context_of(in.x), args);
+    short_conv_backward(ContextOf(in.x), args);
     give(stack, dx, dw, dbias, d_initial_state);
   });
 }
@@ -93,9 +93,17 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
     args.state_indices = view("state_indices", state_indices);
     const Tensor y = dense_like(in.x);
     args.y = view("y", y);
-    short_conv_step(context_of(in.x), args);
+    short_conv_step(ContextOf(in.x), args);
     give(stack, y);
   });
+}
+
+// For every device: the library says what it can do where.
+void implement(Library& m) {
+  m.impl("short_conv_forward", &forward);
+  m.impl("short_conv_differentiable", &forward);
+  m.impl("short_conv_backward", &backward);
+  m.impl("short_conv_step", &step);
 }
 
 }  // namespace
@@ -111,9 +119,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastweight, m) {
         ", int activation, Tensor? residual) -> Tensor y");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fastweight, CPU, m) {
-  m.impl("short_conv_forward", &fastweight::bindings::forward);
-  m.impl("short_conv_differentiable", &fastweight::bindings::forward);
-  m.impl("short_conv_backward", &fastweight::bindings::backward);
-  m.impl("short_conv_step", &fastweight::bindings::step);
-}
+STABLE_TORCH_LIBRARY_IMPL(fastweight, CPU, m) { fastweight::bindings::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(fastweight, CUDA, m) { fastweight::bindings::implement(m); }

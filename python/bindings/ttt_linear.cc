@@ -72,7 +72,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
       args.final_state = view("final_state", final_state);
       args.final_state_bias = view("final_state_bias", final_state_bias);
     }
-    ttt_linear_forward(context_of(in.q), args);
+    ttt_linear_forward(ContextOf(in.q), args);
     give(stack, o, final_state, final_state_bias);
   });
 }
@@ -103,7 +103,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
     const Tensor d_initial_state = output.of_state(6, "d_initial_state", in.initial_state, args.d_initial_state);
     const Tensor d_initial_state_bias =
         output.of_state(7, "d_initial_state_bias", in.initial_state_bias, args.d_initial_state_bias);
-    ttt_linear_backward(context_of(in.q), args);
+    ttt_linear_backward(ContextOf(in.q), args);
     give(stack, dq, dk, dv, dw, db, deta, d_initial_state, d_initial_state_bias);
   });
 }
@@ -129,9 +129,17 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
     args.state_indices = view("state_indices", state_indices);
     const Tensor o = dense_like(in.q);
     args.o = view("o", o);
-    ttt_linear_step(context_of(in.q), args);
+    ttt_linear_step(ContextOf(in.q), args);
     give(stack, o);
   });
+}
+
+// For every device: the library says what it can do where.
+void implement(Library& m) {
+  m.impl("ttt_linear_forward", &forward);
+  m.impl("ttt_linear_differentiable", &forward);
+  m.impl("ttt_linear_backward", &backward);
+  m.impl("ttt_linear_step", &step);
 }
 
 }  // namespace
@@ -149,9 +157,5 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastweight, m) {
       "Tensor(e!) position, Tensor? state_indices, " FW_INPUTS ", " FW_OPTIONS ") -> Tensor o");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fastweight, CPU, m) {
-  m.impl("ttt_linear_forward", &fastweight::bindings::forward);
-  m.impl("ttt_linear_differentiable", &fastweight::bindings::forward);
-  m.impl("ttt_linear_backward", &fastweight::bindings::backward);
-  m.impl("ttt_linear_step", &fastweight::bindings::step);
-}
+STABLE_TORCH_LIBRARY_IMPL(fastweight, CPU, m) { fastweight::bindings::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(fastweight, CUDA, m) { fastweight::bindings::implement(m); }
