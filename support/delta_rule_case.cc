@@ -14,22 +14,13 @@ enum Stream : uint64_t { kQ = 1, kK, kV, kG, kBeta, kALog, kDtBias, kInitialStat
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
 Tensor draw_gate(const DeltaRuleSpec& spec, std::vector<int64_t> shape, uint64_t seed) {
-  Random random(seed, kG);
-  return drawn(spec.gate_dtype, std::move(shape), [&] {
-    const double x = random.normal(), lot = random.uniform();
-    if (spec.options.gate_in_kernel) return x;
-    double g = std::log(sigmoid(x)) / spec.gate_divisor;
-    if (lot < spec.hard_gate_fraction) g = -1000;
-    return spec.options.safe_gate ? std::max(g, -5.0) : g;
-  });
+  if (spec.options.gate_in_kernel) return normals(spec.gate_dtype, std::move(shape), seed, kG);
+  Tensor g = log_decays(spec.gate_dtype, std::move(shape), seed, kG, spec.gate_divisor, spec.hard_gate_fraction);
+  for (int64_t i = 0; i < g.size() && spec.options.safe_gate; ++i) g.set(i, std::max(g[i], -5.0));
+  return g;
 }
 
-// The type of results that accumulate: fp32, or double throughout.
-DType wide(const DeltaRuleSpec& spec) { return spec.dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
-
-int64_t num_sequences(const DeltaRuleSpec& spec) {
-  return spec.cu_seqlens.empty() ? spec.B : static_cast<int64_t>(spec.cu_seqlens.size()) - 1;
-}
+DType wide(const DeltaRuleSpec& spec) { return accumulator_type(spec.dtype); }
 
 std::vector<int64_t> state_shape(const DeltaRuleSpec& spec) {
   if (spec.options.state_v_first) return {num_sequences(spec), spec.HV, spec.V, spec.K};

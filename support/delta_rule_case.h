@@ -36,6 +36,10 @@ struct DeltaRuleCase {
 
   std::string op() const;  // delta_rule, gdn or kda
   DeltaRuleInputs inputs() const;
+
+  std::vector<Tensor*> per_token() { return {&q, &k, &v, &g, &beta, &d_o}; }
+  std::vector<Tensor*> initial_states() { return {&initial_state}; }
+  std::vector<Tensor*> final_gradients() { return {&d_final_state}; }
 };
 
 // Draws the data, the same for the same seed on every machine. q and k have unit norm unless qk_l2norm is set. Raw
@@ -53,6 +57,11 @@ struct DeltaRuleResults {
 
   // The present tensors with their names, in the order above.
   std::vector<std::pair<std::string, const Tensor*>> named() const;
+
+  std::vector<Tensor*> per_token() { return {&o, &dq, &dk, &dv, &dg, &dbeta}; }
+  std::vector<Tensor*> final_states() { return {&final_state}; }
+  std::vector<Tensor*> initial_gradients() { return {&d_initial_state}; }
+  std::vector<Tensor*> of_the_call() { return {&chunk_states, &da_log, &ddt_bias}; }
 };
 
 // The tensors of a call, and which of them it writes.

@@ -57,6 +57,22 @@ inline Tensor normals(DType dtype, std::vector<int64_t> shape, uint64_t seed, ui
   return drawn(dtype, std::move(shape), [&] { return random.normal(); });
 }
 
+// sigmoid(N(0,1))
+inline Tensor sigmoids(DType dtype, std::vector<int64_t> shape, uint64_t seed, uint64_t stream) {
+  Random random(seed, stream);
+  return drawn(dtype, std::move(shape), [&] { return 1 / (1 + std::exp(-random.normal())); });
+}
+
+// Logarithms of decays: log sigmoid(N(0,1)) / divisor, and -1000 for a share of them.
+inline Tensor log_decays(DType dtype, std::vector<int64_t> shape, uint64_t seed, uint64_t stream, double divisor,
+                         double hard_fraction) {
+  Random random(seed, stream);
+  return drawn(dtype, std::move(shape), [&] {
+    const double x = random.normal(), lot = random.uniform();
+    return lot < hard_fraction ? -1000 : -std::log1p(std::exp(-x)) / divisor;
+  });
+}
+
 // Every row of the last axis divided by its norm.
 inline Tensor unit_rows(const Tensor& x) {
   const int64_t width = x.shape().back();
@@ -85,6 +101,14 @@ inline Tensor offsets_tensor(const std::vector<int64_t>& offsets) {
   if (offsets.empty()) return {};
   return Tensor(DType::kI64, {static_cast<int64_t>(offsets.size())},
                 std::vector<double>(offsets.begin(), offsets.end()));
+}
+
+// The type of results that accumulate: fp32, or double throughout.
+inline DType accumulator_type(DType dtype) { return dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
+
+template <class Spec>
+int64_t num_sequences(const Spec& spec) {
+  return spec.cu_seqlens.empty() ? spec.B : static_cast<int64_t>(spec.cu_seqlens.size()) - 1;
 }
 
 }  // namespace fastweight::support

@@ -22,12 +22,7 @@ enum Stream : uint64_t {
   kDFinalStateBias
 };
 
-// The type of results that accumulate: fp32, or double throughout.
-DType wide(const TttLinearSpec& spec) { return spec.dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
-
-int64_t num_sequences(const TttLinearSpec& spec) {
-  return spec.cu_seqlens.empty() ? spec.B : static_cast<int64_t>(spec.cu_seqlens.size()) - 1;
-}
+DType wide(const TttLinearSpec& spec) { return accumulator_type(spec.dtype); }
 
 std::vector<int64_t> state_shape(const TttLinearSpec& spec) { return {num_sequences(spec), spec.H, spec.D, spec.D}; }
 std::vector<int64_t> bias_shape(const TttLinearSpec& spec) { return {num_sequences(spec), spec.H, 1, spec.D}; }

@@ -30,6 +30,10 @@ struct TttLinearCase {
   Tensor d_o, d_final_state, d_final_state_bias;
 
   TttLinearInputs inputs() const;
+
+  std::vector<Tensor*> per_token() { return {&q, &k, &v, &eta, &d_o}; }
+  std::vector<Tensor*> initial_states() { return {&initial_state, &initial_state_bias}; }
+  std::vector<Tensor*> final_gradients() { return {&d_final_state, &d_final_state_bias}; }
 };
 
 // Draws the data, the same for the same seed on every machine. k has unit norm, eta is 0.005 N(0,1), the gradients of
@@ -48,6 +52,13 @@ struct TttLinearResults {
 
   // The present tensors with their names, in the order above.
   std::vector<std::pair<std::string, const Tensor*>> named() const;
+
+  std::vector<Tensor*> per_token() { return {&o, &dq, &dk, &dv, &deta}; }
+  std::vector<Tensor*> final_states() {
+    return {&final_state, &final_state_bias, &gradient, &gradient_bias, &position};
+  }
+  std::vector<Tensor*> initial_gradients() { return {&d_initial_state, &d_initial_state_bias}; }
+  std::vector<Tensor*> of_the_call() { return {&dw, &db}; }
 };
 
 // Outputs are poisoned with NaN before the call. Results have q's type (gradients of w, b, eta: theirs), the states

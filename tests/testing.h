@@ -21,6 +21,7 @@
 
 #include "fastweight/context.h"
 #include "fastweight/error.h"
+#include "fastweight/info.h"
 #include "support/device.h"
 #include "support/tensor.h"
 
@@ -171,6 +172,25 @@ void for_each_seed(int64_t count, const Check& check) {
   for (int64_t seed = 0; seed < seeds; ++seed) check(static_cast<uint64_t>(seed));
 }
 
+// The spec with packed sequences of these lengths.
+template <class Spec>
+Spec with_lengths(Spec spec, const std::vector<int64_t>& lengths) {
+  spec.B = 1;
+  spec.cu_seqlens = {0};
+  for (int64_t length : lengths) spec.cu_seqlens.push_back(spec.cu_seqlens.back() + length);
+  spec.T = spec.cu_seqlens.back();
+  return spec;
+}
+
+// The names of the implementations of a mode on the device under test.
+inline std::vector<std::string> names_of(const std::vector<ImplementationInfo>& infos, const std::string& mode) {
+  std::vector<std::string> names;
+  for (const ImplementationInfo& info : infos) {
+    if (info.mode == mode && info.device == device_name()) names.push_back(info.name);
+  }
+  return names;
+}
+
 // Types and differences ---------------------------------------------------------------------------------------------
 
 inline const char* name_of(DType dtype) {
@@ -215,6 +235,17 @@ inline Tensor slice(const Tensor& x, size_t axis, int64_t begin, int64_t end) {
                 static_cast<const std::byte*>(x.data()) + static_cast<size_t>(i * extent + begin) * width, bytes);
   }
   return result;
+}
+
+// The problem of tokens [begin, end) of every batch row. The states are the caller's business.
+template <class Case>
+Case slice_tokens(const Case& problem, int64_t begin, int64_t end) {
+  Case part = problem;
+  part.spec.T = end - begin;
+  part.spec.cu_seqlens.clear();
+  part.cu_seqlens = {};
+  for (Tensor* x : part.per_token()) *x = slice(*x, 1, begin, end);
+  return part;
 }
 
 // An output of the shape of x with every value NaN; absent if x is.

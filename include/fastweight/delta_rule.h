@@ -17,21 +17,16 @@
 #include <vector>
 
 #include "fastweight/context.h"
+#include "fastweight/gate.h"
 #include "fastweight/info.h"
 #include "fastweight/tensor.h"
 
 namespace fastweight {
 
-enum class Gate : int32_t {
-  kNone = 0,        // DeltaNet
-  kPerHead = 1,     // GDN: g is [B, T, HV]
-  kPerChannel = 2,  // KDA: g is [B, T, HV, K]
-};
-
 struct DeltaRuleOptions {
   static constexpr double kUnset = std::numeric_limits<double>::infinity();
 
-  Gate gate = Gate::kNone;
+  Gate gate = Gate::kNone;     // none: DeltaNet, per head: GDN, per channel: KDA
   double scale = kUnset;       // kUnset: K^-0.5
   int32_t chunk_size = 64;     // 16, 32 or 64: where the chunk-start states stand
   bool state_v_first = false;  // every state tensor is [.., V, K] instead of [.., K, V]

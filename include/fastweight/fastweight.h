@@ -2,9 +2,13 @@
 #pragma once
 
 #include "fastweight/blocks.h"
+#include "fastweight/comba.h"
 #include "fastweight/context.h"
 #include "fastweight/delta_rule.h"
+#include "fastweight/dplr.h"
 #include "fastweight/error.h"
+#include "fastweight/gate.h"
+#include "fastweight/gla.h"
 #include "fastweight/info.h"
 #include "fastweight/short_conv.h"
 #include "fastweight/tensor.h"

@@ -1,4 +1,18 @@
-// What the implementations of the delta-rule family receive: validated arguments and the sizes read off them.
+// What the implementations of the delta rule and of the families related to it receive: validated arguments and the
+// sizes read off them.
+//
+// All of them are one recurrence. A token reads the state before it with one row, makes u of what it read, and writes u
+// with another row:
+//
+//     x_t = r_t S_{t-1}
+//     S_t = diag(exp(g_t)) S_{t-1} + w_t^T u_t  (+ k_t^T v_t)
+//     o_t = scale q_t S_t
+//
+//     Correction    family       r_t          w_t    u_t               and k_t^T v_t
+//     kKey          delta rule   exp(g_t) k_t k_t    beta_t (v_t - x_t)
+//     kNone         GLA          0            k_t    v_t
+//     kFeedback     Comba        p_t          k_t    beta_t (v_t - x_t)
+//     kLowRank      DPLR         a_t          b_t    x_t               yes
 #pragma once
 
 #include <cstdint>
@@ -19,12 +33,25 @@ struct DeltaRuleSizes {
   int64_t num_chunks = 0;       // NT; on CUDA with cu_seqlens an upper bound
 };
 
+enum class Correction { kKey, kNone, kFeedback, kLowRank };
+
+// How a family differs from the delta rule: what the public structs of the delta rule have no field for.
+struct Transition {
+  Correction correction = Correction::kKey;
+  TensorView reader;    // r_t, where it is a tensor: p or a, [B, T, H, K]
+  TensorView writer;    // w_t, where it is not k: b, [B, T, H, K]
+  TensorView d_reader;  // outputs of a backward, optional
+  TensorView d_writer;
+  bool reader_is_key = false;  // p was left out: `reader` is k, and its gradient belongs to dk
+};
+
 // Args is DeltaRuleForward, DeltaRuleBackward or DeltaRuleStep. Validated: kernels trust it. The scale is resolved;
 // A_log and its gradient are [HV], dt_bias and its gradient [HV], or [HV, K] per channel.
 template <class Args>
 struct DeltaRuleProblem {
   DeltaRuleSizes sizes;
   Args args;
+  Transition transition{};
   double scale = 1;
   bool has_fp64 = false;  // any tensor, input or output
 };

@@ -24,11 +24,7 @@ inline constexpr Gate kGates[] = {Gate::kNone, Gate::kPerHead, Gate::kPerChannel
 // The implementations -----------------------------------------------------------------------------------------------
 
 inline std::vector<std::string> implementations(const std::string& mode) {
-  std::vector<std::string> names;
-  for (const ImplementationInfo& info : delta_rule_implementations()) {
-    if (info.mode == mode && info.device == device_name()) names.push_back(info.name);
-  }
-  return names;
+  return names_of(delta_rule_implementations(), mode);
 }
 
 // Specs -------------------------------------------------------------------------------------------------------------
@@ -79,14 +75,6 @@ inline DeltaRuleSpec spec_of(Gate gate, int64_t T, int64_t K, int64_t V) {
 inline DeltaRuleSpec with_heads(DeltaRuleSpec spec, int64_t H, int64_t group) {
   spec.H = H;
   spec.HV = H * group;
-  return spec;
-}
-
-inline DeltaRuleSpec with_lengths(DeltaRuleSpec spec, const std::vector<int64_t>& lengths) {
-  spec.B = 1;
-  spec.cu_seqlens = {0};
-  for (int64_t length : lengths) spec.cu_seqlens.push_back(spec.cu_seqlens.back() + length);
-  spec.T = spec.cu_seqlens.back();
   return spec;
 }
 
@@ -183,18 +171,6 @@ inline void check_step(const DeltaRuleCase& problem) {
     const auto results = unless_declined("step", name, [&] { return support::step(problem, context_for(name)); });
     if (results) expect_close(problem, *results, expected);
   }
-}
-
-// Parts of tensors --------------------------------------------------------------------------------------------------
-
-// The problem of tokens [begin, end) of every batch row. The states are the caller's business.
-inline DeltaRuleCase slice_tokens(const DeltaRuleCase& problem, int64_t begin, int64_t end) {
-  DeltaRuleCase part = problem;
-  part.spec.T = end - begin;
-  part.spec.cu_seqlens.clear();
-  part.cu_seqlens = {};
-  for (Tensor* x : {&part.q, &part.k, &part.v, &part.g, &part.beta, &part.d_o}) *x = slice(*x, 1, begin, end);
-  return part;
 }
 
 // Strided copies ----------------------------------------------------------------------------------------------------

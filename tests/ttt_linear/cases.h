@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fastweight/ttt_linear.h"
+#include "support/random.h"
 #include "support/ttt_linear_case.h"
 #include "tests/testing.h"
 
@@ -21,11 +22,7 @@ using support::TttLinearSpec;
 // The implementations -----------------------------------------------------------------------------------------------
 
 inline std::vector<std::string> implementations(const std::string& mode) {
-  std::vector<std::string> names;
-  for (const ImplementationInfo& info : ttt_linear_implementations()) {
-    if (info.mode == mode && info.device == "cpu") names.push_back(info.name);
-  }
-  return names;
+  return names_of(ttt_linear_implementations(), mode);
 }
 
 // Specs -------------------------------------------------------------------------------------------------------------
@@ -53,18 +50,6 @@ inline TttLinearSpec spec_of(int64_t T, int64_t D, int64_t H = 1) {
   spec.D = D;
   spec.H = H;
   return spec;
-}
-
-inline TttLinearSpec with_lengths(TttLinearSpec spec, const std::vector<int64_t>& lengths) {
-  spec.B = 1;
-  spec.cu_seqlens = {0};
-  for (int64_t length : lengths) spec.cu_seqlens.push_back(spec.cu_seqlens.back() + length);
-  spec.T = spec.cu_seqlens.back();
-  return spec;
-}
-
-inline int64_t num_sequences(const TttLinearSpec& spec) {
-  return spec.cu_seqlens.empty() ? spec.B : static_cast<int64_t>(spec.cu_seqlens.size()) - 1;
 }
 
 // Tolerances --------------------------------------------------------------------------------------------------------
@@ -125,16 +110,6 @@ inline void check_step(const TttLinearCase& problem) {
 }
 
 // Parts of problems -------------------------------------------------------------------------------------------------
-
-// The problem of tokens [begin, end) of every batch row. The states are the caller's business.
-inline TttLinearCase slice_tokens(const TttLinearCase& problem, int64_t begin, int64_t end) {
-  TttLinearCase part = problem;
-  part.spec.T = end - begin;
-  part.spec.cu_seqlens.clear();
-  part.cu_seqlens = {};
-  for (Tensor* x : {&part.q, &part.k, &part.v, &part.eta, &part.d_o}) *x = slice(*x, 1, begin, end);
-  return part;
-}
 
 inline TttLinearOpen open_after(const TttLinearResults& step) {
   return {step.final_state, step.final_state_bias, step.gradient, step.gradient_bias, step.position};

@@ -1,5 +1,5 @@
-// The delta-rule family token by token, in double precision: the definition as loops. It takes every valid problem and
-// is what all other implementations are measured against.
+// The delta-rule family and those related to it, token by token, in double precision: the definition as loops. It takes
+// every valid problem and is what all other implementations are measured against.
 //
 // A gate per head is a gate per channel with equal channels, and a step size per head is one per value channel with
 // equal channels; the gradients of the narrower forms are the sums over the channels. Only the loads and stores know
@@ -26,22 +26,27 @@ namespace {
 
 // One token of one value head after the options have been applied. All rows have full width.
 struct Token {
-  double* q;      // [K] normalised if asked for
-  double* k;      // [K]
-  double* v;      // [V]
-  double* beta;   // [V]
-  double* decay;  // [K] exp(g)
+  double* q;       // [K] normalised if asked for
+  double* k;       // [K]
+  double* v;       // [V]
+  double* beta;    // [V]
+  double* decay;   // [K] exp(g)
+  double* reader;  // [K] what the state before the token is read with: exp(g) k, 0, p or a
+  double* writer;  // [K] what u is written with: k or b
 };
 
 struct Operator {
   const DeltaRuleSizes& sizes;
   const DeltaRuleInputs& in;
   const DeltaRuleOptions& options;
+  const Transition& transition;
   double scale;
 
   int64_t K() const { return sizes.head_dim_k; }
   int64_t V() const { return sizes.head_dim_v; }
   int64_t state_size() const { return K() * V(); }
+
+  bool corrects(Correction correction) const { return transition.correction == correction; }
 
   // How many gate values a token has: 0, 1 or K.
   int64_t gate_width() const {
@@ -80,7 +85,7 @@ struct Operator {
     return -gate_rate(h) * softplus(x);
   }
 
-  // The q or k row of a head. Returns r with row = r * raw (1 without normalisation).
+  // The row of q, k or p of a head. Returns r with row = r * raw (1 without normalisation).
   double load_qk(const TensorView& x, int64_t b, int64_t t, int64_t head, double* row) const {
     load_row(x, at(x, {b, t, head}), K(), row);
     if (!options.qk_l2norm) return 1;
@@ -106,6 +111,14 @@ struct Operator {
     fill(token.decay, K(), 1);
     for (int64_t d = 0; d < gate_width(); ++d) token.decay[d] = std::exp(log_decay(b, t, h, d));
     if (gate_width() == 1) fill(token.decay, K(), token.decay[0]);
+
+    const bool has_reader = transition.reader.present();
+    if (has_reader) load_qk(transition.reader, b, t, h / sizes.group, token.reader);
+    for (int64_t d = 0; d < K() && !has_reader; ++d) {
+      token.reader[d] = corrects(Correction::kKey) ? token.decay[d] * token.k[d] : 0;
+    }
+    copy(token.k, K(), token.writer);
+    if (transition.writer.present()) load_qk(transition.writer, b, t, h / sizes.group, token.writer);
   }
 
   // A state whose last two axes start at `offset`, in the order that the options give them, to and from [K, V].
@@ -138,7 +151,7 @@ struct Operator {
 
 template <class Problem>
 Operator operator_of(const Problem& problem) {
-  return {problem.sizes, problem.args.in, problem.args.options, problem.scale};
+  return {problem.sizes, problem.args.in, problem.args.options, problem.transition, problem.scale};
 }
 
 template <class Problem>
@@ -149,30 +162,31 @@ std::vector<Sequence> sequences_of(const Problem& problem) {
 
 Token take_token(Carver& carver, const Operator& op) {
   return {carver.take<double>(op.K()), carver.take<double>(op.K()), carver.take<double>(op.V()),
-          carver.take<double>(op.V()), carver.take<double>(op.K())};
+          carver.take<double>(op.V()), carver.take<double>(op.K()), carver.take<double>(op.K()),
+          carver.take<double>(op.K())};
 }
 
 // The recurrence ----------------------------------------------------------------------------------------------------
 
-// S: S_{t-1} -> S_t, and the rows r_t = v_t - k_t Sd_t and u_t = beta_t r_t.
-void advance(const Operator& op, const Token& token, double* S, double* r, double* u) {
+// S: S_{t-1} -> S_t, and the rows x_t = reader_t S_{t-1} and u_t.
+void advance(const Operator& op, const Token& token, double* S, double* x, double* u) {
   const int64_t K = op.K(), V = op.V();
-  copy(token.v, V, r);
+  const bool low_rank = op.corrects(Correction::kLowRank);
+  fill(x, V, 0);
+  for (int64_t d = 0; d < K; ++d) add_scaled(token.reader[d], S + d * V, V, x);
+  for (int64_t j = 0; j < V; ++j) u[j] = low_rank ? x[j] : token.beta[j] * (token.v[j] - x[j]);
   for (int64_t d = 0; d < K; ++d) {
     double* row = S + d * V;
-    for (int64_t j = 0; j < V; ++j) {
-      row[j] *= token.decay[d];
-      r[j] -= token.k[d] * row[j];
-    }
+    for (int64_t j = 0; j < V; ++j) row[j] *= token.decay[d];
+    add_scaled(token.writer[d], u, V, row);
+    if (low_rank) add_scaled(token.k[d], token.v, V, row);
   }
-  for (int64_t j = 0; j < V; ++j) u[j] = token.beta[j] * r[j];
-  for (int64_t d = 0; d < K; ++d) add_scaled(token.k[d], u, V, S + d * V);
 }
 
 struct ForwardScratch {
   Token token;
   double* S;  // [K, V]
-  double* r;  // [V]
+  double* x;  // [V]
   double* u;  // [V]
   double* o;  // [V]
 };
@@ -192,7 +206,7 @@ void scan(const Operator& op, const Sequence& sequence, int64_t h, const TensorV
     }
     const int64_t t = sequence.begin + i;
     op.load_token(b, t, h, scratch.token);
-    advance(op, scratch.token, scratch.S, scratch.r, scratch.u);
+    advance(op, scratch.token, scratch.S, scratch.x, scratch.u);
     fill(scratch.o, op.V(), 0);
     for (int64_t d = 0; d < op.K(); ++d) {
       add_scaled(op.scale * scratch.token.q[d], scratch.S + d * op.V(), op.V(), scratch.o);
@@ -207,15 +221,18 @@ struct BackwardScratch {
   Token token;
   double* chunk_starts;  // [chunks of the sequence, K, V] the state before each chunk
   double* states;        // [C + 1, K, V] the state before each token of a chunk, and after the last
-  double* r;             // [C, V]
+  double* x;             // [C, V]
   double* u;             // [C, V]
   double* G;             // [K, V] gradient of the state
   double* d_o;           // [V]
   double* dv;            // [V]
+  double* dx;            // [V]
   double* dbeta;         // [V]
   double* dg;            // [K]
-  double* dq;            // [length, K] gradient of the normalised rows, summed over the group
+  double* dq;            // [length, K] gradients of the normalised rows, summed over the group
   double* dk;            // [length, K]
+  double* d_reader;      // [length, K] where the reader is a tensor
+  double* d_writer;      // [length, K] where the writer is not k
   double* row;           // [K]
 };
 
@@ -230,9 +247,12 @@ BackwardScratch backward_layout(Carver& carver, const Operator& op, int64_t max_
           carver.take<double>(V),
           carver.take<double>(V),
           carver.take<double>(V),
+          carver.take<double>(V),
           carver.take<double>(K),
           carver.take<double>(max_length * K),
           carver.take<double>(max_length * K),
+          carver.take<double>(op.transition.reader.present() ? max_length * K : 0),
+          carver.take<double>(op.transition.writer.present() ? max_length * K : 0),
           carver.take<double>(K)};
 }
 
@@ -270,12 +290,12 @@ class HeadBackward {
       copy(S - KV, KV, S);
       for (int64_t i = c * C; i < (c + 1) * C; ++i) {
         op_.load_token(sequence_.batch, sequence_.begin + i, h_, scratch_.token);
-        advance(op_, scratch_.token, S, scratch_.r, scratch_.u);
+        advance(op_, scratch_.token, S, scratch_.x, scratch_.u);
       }
     }
   }
 
-  // All states inside the chunk, and the rows r and u.
+  // All states inside the chunk, and the rows x and u.
   void recompute_chunk(int64_t c, int64_t begin, int64_t end) const {
     const int64_t KV = op_.state_size(), V = op_.V();
     if (args_.chunk_states.present()) {
@@ -289,19 +309,20 @@ class HeadBackward {
       double* S = scratch_.states + (row + 1) * KV;
       copy(S - KV, KV, S);
       op_.load_token(sequence_.batch, sequence_.begin + i, h_, scratch_.token);
-      advance(op_, scratch_.token, S, scratch_.r + row * V, scratch_.u + row * V);
+      advance(op_, scratch_.token, S, scratch_.x + row * V, scratch_.u + row * V);
     }
   }
 
   // Token i of the sequence, which is row `row` of its chunk. G: gradient of S_t -> gradient of S_{t-1}.
   void token_backward(int64_t i, int64_t row) const {
     const int64_t K = op_.K(), V = op_.V(), b = sequence_.batch, t = sequence_.begin + i;
+    const bool low_rank = op_.corrects(Correction::kLowRank), by_key = op_.corrects(Correction::kKey);
     const Token& token = scratch_.token;
     const double* before = scratch_.states + row * K * V;  // S_{t-1}
     const double* after = before + K * V;                  // S_t
-    const double* r = scratch_.r + row * V;
+    const double* x = scratch_.x + row * V;
     const double* u = scratch_.u + row * V;
-    double *G = scratch_.G, *d_o = scratch_.d_o, *dv = scratch_.dv;
+    double *G = scratch_.G, *d_o = scratch_.d_o, *dv = scratch_.dv, *dx = scratch_.dx;
 
     op_.load_token(b, t, h_, token);
     if (args_.d_o.present()) {
@@ -310,28 +331,41 @@ class HeadBackward {
       fill(d_o, V, 0);
     }
 
-    // G += s q^T do;  du = k G;  dbeta = du * r;  dv = beta * du
-    double* du = dv;
+    // G += s q^T do;  du = writer G.  Low rank, u = x:  dx = du, dv = k G.  Else, u = beta (v - x):  dbeta = du * (v -
+    // x), dv = beta * du, dx = -dv.
+    double* du = dx;
     fill(du, V, 0);
+    fill(dv, V, 0);
     for (int64_t d = 0; d < K; ++d) {
-      add_scaled(op_.scale * token.q[d], d_o, V, G + d * V);
-      add_scaled(token.k[d], G + d * V, V, du);
+      double* G_row = G + d * V;
+      add_scaled(op_.scale * token.q[d], d_o, V, G_row);
+      add_scaled(token.writer[d], G_row, V, du);
+      if (low_rank) add_scaled(token.k[d], G_row, V, dv);
     }
-    for (int64_t j = 0; j < V; ++j) {
-      scratch_.dbeta[j] = du[j] * r[j];
+    for (int64_t j = 0; j < V && !low_rank; ++j) {
+      scratch_.dbeta[j] = du[j] * (token.v[j] - x[j]);
       dv[j] = token.beta[j] * du[j];
+      dx[j] = -dv[j];
     }
 
-    // dq = s do S_t^T;  dk = u G^T - dv Sd^T;  G -= k^T dv;  dg = rowsum(Sd * G);  G = diag(exp(g)) G
-    // with Sd = diag(exp(g)) S_{t-1}
+    // dq = s do S_t^T;  d_writer = u G^T (low rank: dk = v G^T);  d_reader = dx S_{t-1}^T
+    // dg = exp(g) rowsum(S_{t-1} * G);  G = diag(exp(g)) G + reader^T dx
+    double* d_writer = (low_rank ? scratch_.d_writer : scratch_.dk) + i * K;
     for (int64_t d = 0; d < K; ++d) {
       double* G_row = G + d * V;
       const double* before_row = before + d * V;
+      const double read = dot(dx, before_row, V);
       scratch_.dq[i * K + d] += op_.scale * dot(d_o, after + d * V, V);
-      scratch_.dk[i * K + d] += dot(u, G_row, V) - token.decay[d] * dot(dv, before_row, V);
-      add_scaled(-token.k[d], dv, V, G_row);
+      d_writer[d] += dot(u, G_row, V);
+      if (low_rank) scratch_.dk[i * K + d] += dot(token.v, G_row, V);
       scratch_.dg[d] = token.decay[d] * dot(before_row, G_row, V);
-      for (int64_t j = 0; j < V; ++j) G_row[j] *= token.decay[d];
+      if (by_key) {
+        scratch_.dk[i * K + d] += token.decay[d] * read;
+        scratch_.dg[d] += token.reader[d] * read;
+      } else if (op_.transition.reader.present()) {
+        scratch_.d_reader[i * K + d] += read;
+      }
+      for (int64_t j = 0; j < V; ++j) G_row[j] = token.decay[d] * G_row[j] + token.reader[d] * dx[j];
     }
 
     if (args_.dv.present()) store_row(args_.dv, at(args_.dv, {b, t, h_}), V, dv);
@@ -392,7 +426,7 @@ class HeadBackward {
   double* const ddt_bias_;
 };
 
-// Through the normalisation of every q or k row of a head, y = r x: dx = r (dy - y (y . dy)).
+// Through the normalisation of every row of q, k or another key of a head, y = r x: dx = r (dy - y (y . dy)).
 void store_dqk(const Operator& op, const Sequence& sequence, int64_t head, const TensorView& x, const TensorView& dx,
                double* dy, double* y) {
   if (!dx.present()) return;
@@ -481,13 +515,20 @@ void reference_backward(const DeltaRuleBackwardProblem& problem, const Context& 
       [&](Carver& scratch) { return backward_layout(scratch, op, max_length, stored_chunks); },
       [&, da_log = da_log, ddt_bias = ddt_bias](const Sequence& sequence, int64_t head,
                                                 const BackwardScratch& scratch) {
-        fill(scratch.dq, sequence.length * K, 0);
-        fill(scratch.dk, sequence.length * K, 0);
+        const Transition& transition = op.transition;
+        const int64_t keys = sequence.length * K;
+        fill(scratch.dq, keys, 0);
+        fill(scratch.dk, keys, 0);
+        if (transition.reader.present()) fill(scratch.d_reader, keys, 0);
+        if (transition.writer.present()) fill(scratch.d_writer, keys, 0);
         for (int64_t h = head * op.sizes.group; h < (head + 1) * op.sizes.group; ++h) {
           const int64_t partial = sequence.index * HV + h;
           HeadBackward(op, args, sequence, h, scratch, da_log + partial, ddt_bias + partial * width).run();
         }
+        if (transition.reader_is_key) add_scaled(1, scratch.d_reader, keys, scratch.dk);
         store_dqk(op, sequence, head, op.in.q, args.dq, scratch.dq, scratch.row);
+        store_dqk(op, sequence, head, transition.reader, transition.d_reader, scratch.d_reader, scratch.row);
+        store_dqk(op, sequence, head, transition.writer, transition.d_writer, scratch.d_writer, scratch.row);
         store_dqk(op, sequence, head, op.in.k, args.dk, scratch.dk, scratch.row);
       });
 

@@ -1,0 +1,78 @@
+// Comba: a delta rule that predicts from the state before its decay, with a key of its own.
+//
+// For each sequence and head, with the state S a K x V matrix and rows q_t, k_t, p_t, v_t:
+//
+//     u_t = beta_t (v_t - p_t S_{t-1})
+//     S_t = exp(g_t) S_{t-1} + k_t^T u_t
+//     o_t = scale q_t S_t
+//
+// p_t = exp(g_t) k_t gives the gated delta rule.
+//
+// Sizes: B batch, T tokens, H heads, K and V head widths (1 to 256 each), N sequences (B, or the count in cu_seqlens),
+// C chunk size, NT chunks (delta_rule_num_chunks).
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "fastweight/context.h"
+#include "fastweight/info.h"
+#include "fastweight/tensor.h"
+
+namespace fastweight {
+
+struct CombaOptions {
+  static constexpr double kUnset = std::numeric_limits<double>::infinity();
+
+  double scale = kUnset;       // kUnset: K^-0.5
+  int32_t chunk_size = 64;     // 16, 32 or 64: where the chunk-start states stand
+  bool state_v_first = false;  // every state tensor is [.., V, K] instead of [.., K, V]
+  bool qk_l2norm = false;      // q, k and p become x / sqrt(sum x^2 + 1e-6)
+};
+
+// The tensors that both entry points read. Inputs may have any strides. q, k, v and p share one type (fp32, bf16, fp16,
+// fp64); g, beta and the states may have any floating type. fp64 anywhere runs on the reference.
+struct CombaInputs {
+  TensorView q;              // [B, T, H, K]
+  TensorView k;              // [B, T, H, K]
+  TensorView v;              // [B, T, H, V]
+  TensorView p;              // [B, T, H, K]; absent: k, whose gradient then is the sum of both
+  TensorView g;              // [B, T, H], the logarithm of the decay
+  TensorView beta;           // [B, T, H]; absent: 1
+  TensorView initial_state;  // [N, H, K, V]; absent: 0
+  TensorView cu_seqlens;     // [N + 1] int32 or int64; absent: N = B sequences of T tokens; given: B = 1
+};
+
+struct CombaForward {
+  CombaInputs in;
+  CombaOptions options;
+
+  TensorView o;             // [B, T, H, V]; q's type or fp32
+  TensorView final_state;   // [N, H, K, V] fp32; optional
+  TensorView chunk_states;  // [B, NT, H, K, V], the state before every chunk; optional. fp32, or k's type
+};
+
+// Gradients of a loss whose gradient with respect to o and the final state is given. Every output is optional; each has
+// the shape of its input and that input's type, or fp32.
+struct CombaBackward {
+  CombaInputs in;
+  CombaOptions options;
+
+  TensorView d_o;            // [B, T, H, V]; absent: 0
+  TensorView d_final_state;  // [N, H, K, V]; absent: 0
+  TensorView chunk_states;   // the forward's, in fp32: saves recomputing the states. Absent: they are recomputed
+
+  TensorView dq, dk, dv, dp, dg, dbeta;
+  TensorView d_initial_state;  // [N, H, K, V] fp32
+};
+
+// Each returns the name of the implementation that ran.
+std::string comba_forward(const Context& context, const CombaForward& args);
+std::string comba_backward(const Context& context, const CombaBackward& args);
+
+// What the library holds for this family, most special first.
+std::vector<ImplementationInfo> comba_implementations();
+
+}  // namespace fastweight

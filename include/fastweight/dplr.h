@@ -1,0 +1,80 @@
+// DPLR and IPLR: the state's transition is a diagonal (DPLR) or the identity (IPLR) plus a matrix of rank one.
+//
+// For each sequence and head, with the state S a K x V matrix and rows q_t, k_t, a_t, b_t, v_t:
+//
+//     z_t = a_t S_{t-1}
+//     S_t = diag(exp(g_t)) S_{t-1} + b_t^T z_t + k_t^T v_t     g_t: one per key channel (DPLR), or nothing (IPLR)
+//     o_t = scale q_t S_t
+//
+// a = -beta k exp(g), b = k and beta v in place of v give KDA. The state stays bounded where a and b point in opposite
+// directions.
+//
+// Sizes: B batch, T tokens, H heads, K and V head widths (1 to 256 each), N sequences (B, or the count in cu_seqlens),
+// C chunk size, NT chunks (delta_rule_num_chunks).
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "fastweight/context.h"
+#include "fastweight/gate.h"
+#include "fastweight/info.h"
+#include "fastweight/tensor.h"
+
+namespace fastweight {
+
+struct DplrOptions {
+  static constexpr double kUnset = std::numeric_limits<double>::infinity();
+
+  Gate gate = Gate::kPerChannel;  // per channel: DPLR, none: IPLR
+  double scale = kUnset;          // kUnset: K^-0.5
+  int32_t chunk_size = 64;        // 16, 32 or 64: where the chunk-start states stand
+  bool state_v_first = false;     // every state tensor is [.., V, K] instead of [.., K, V]
+};
+
+// The tensors that both entry points read. Inputs may have any strides. q, k, v, a and b share one type (fp32, bf16,
+// fp16, fp64); g and the states may have any floating type. fp64 anywhere runs on the reference.
+struct DplrInputs {
+  TensorView q;              // [B, T, H, K]
+  TensorView k;              // [B, T, H, K]
+  TensorView v;              // [B, T, H, V]
+  TensorView a;              // [B, T, H, K]
+  TensorView b;              // [B, T, H, K]
+  TensorView g;              // [B, T, H, K], the logarithm of the decay; absent without a gate
+  TensorView initial_state;  // [N, H, K, V]; absent: 0
+  TensorView cu_seqlens;     // [N + 1] int32 or int64; absent: N = B sequences of T tokens; given: B = 1
+};
+
+struct DplrForward {
+  DplrInputs in;
+  DplrOptions options;
+
+  TensorView o;             // [B, T, H, V]; q's type or fp32
+  TensorView final_state;   // [N, H, K, V] fp32; optional
+  TensorView chunk_states;  // [B, NT, H, K, V], the state before every chunk; optional. fp32, or k's type
+};
+
+// Gradients of a loss whose gradient with respect to o and the final state is given. Every output is optional; each has
+// the shape of its input and that input's type, or fp32.
+struct DplrBackward {
+  DplrInputs in;
+  DplrOptions options;
+
+  TensorView d_o;            // [B, T, H, V]; absent: 0
+  TensorView d_final_state;  // [N, H, K, V]; absent: 0
+  TensorView chunk_states;   // the forward's, in fp32: saves recomputing the states. Absent: they are recomputed
+
+  TensorView dq, dk, dv, da, db, dg;
+  TensorView d_initial_state;  // [N, H, K, V] fp32
+};
+
+// Each returns the name of the implementation that ran.
+std::string dplr_forward(const Context& context, const DplrForward& args);
+std::string dplr_backward(const Context& context, const DplrBackward& args);
+
+// What the library holds for this family, most special first.
+std::vector<ImplementationInfo> dplr_implementations();
+
+}  // namespace fastweight

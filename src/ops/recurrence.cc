@@ -1,0 +1,487 @@
+// Checks, problem and dispatch of the delta rule and of the families that are the same recurrence.
+#include "ops/recurrence.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "cpu/delta_rule/list.h"
+#include "cuda/backend.h"
+#include "ops/check.h"
+#include "ops/dispatch.h"
+
+namespace fastweight {
+namespace {
+
+using check::Argument;
+using check::invalid;
+using check::Shape;
+
+constexpr int64_t kMaxHeadDim = 256;
+constexpr double kSafeLowerBound = -5;
+
+// ---- The tensors of a call, by name -------------------------------------------------------------------------------
+
+void append_inputs(const DeltaRuleInputs& in, std::vector<Argument>& list) {
+  for (const Argument& argument :
+       {Argument{"q", &in.q, false}, Argument{"k", &in.k, false}, Argument{"v", &in.v, false},
+        Argument{"g", &in.g, false}, Argument{"beta", &in.beta, false}, Argument{"a_log", &in.a_log, false},
+        Argument{"dt_bias", &in.dt_bias, false}, Argument{"initial_state", &in.initial_state, false},
+        Argument{"cu_seqlens", &in.cu_seqlens, false}}) {
+    list.push_back(argument);
+  }
+}
+
+void append_rest(const DeltaRuleForward& args, std::vector<Argument>& list) {
+  list.push_back({"o", &args.o, true});
+  list.push_back({"final_state", &args.final_state, true});
+  list.push_back({"chunk_states", &args.chunk_states, true});
+}
+
+void append_rest(const DeltaRuleBackward& args, std::vector<Argument>& list) {
+  list.push_back({"d_o", &args.d_o, false});
+  list.push_back({"d_final_state", &args.d_final_state, false});
+  list.push_back({"chunk_states", &args.chunk_states, false});
+  list.push_back({"dq", &args.dq, true});
+  list.push_back({"dk", &args.dk, true});
+  list.push_back({"dv", &args.dv, true});
+  list.push_back({"dg", &args.dg, true});
+  list.push_back({"dbeta", &args.dbeta, true});
+  list.push_back({"da_log", &args.da_log, true});
+  list.push_back({"ddt_bias", &args.ddt_bias, true});
+  list.push_back({"d_initial_state", &args.d_initial_state, true});
+}
+
+void append_rest(const DeltaRuleStep& args, std::vector<Argument>& list) {
+  list.push_back({"state", &args.state, true});
+  list.push_back({"state_indices", &args.state_indices, false});
+  list.push_back({"o", &args.o, true});
+}
+
+bool is_low_rank(const Transition& transition) { return transition.correction == Correction::kLowRank; }
+const char* reader_name(const Transition& transition) { return is_low_rank(transition) ? "a" : "p"; }
+
+// The outputs that only some families have.
+void append_outputs(const Transition& transition, std::vector<Argument>& list) {
+  list.push_back({is_low_rank(transition) ? "da" : "dp", &transition.d_reader, true});
+  list.push_back({"db", &transition.d_writer, true});
+}
+
+template <class Args>
+std::vector<Argument> arguments_of(const Args& args, const Transition& transition) {
+  std::vector<Argument> list;
+  list.reserve(24);
+  append_inputs(args.in, list);
+  if (!transition.reader_is_key) list.push_back({reader_name(transition), &transition.reader, false});
+  list.push_back({"b", &transition.writer, false});
+  append_rest(args, list);
+  append_outputs(transition, list);
+  return list;
+}
+
+// ---- Checks, one function per concern -----------------------------------------------------------------------------
+
+std::string gate_text(Gate gate) {
+  switch (gate) {
+    case Gate::kNone:
+      return "none";
+    case Gate::kPerHead:
+      return "per head";
+    case Gate::kPerChannel:
+      return "per channel";
+  }
+  return std::to_string(static_cast<int32_t>(gate));
+}
+
+void check_lower_bound(const DeltaRuleOptions& options) {
+  const double bound = options.lower_bound;
+  if (bound == DeltaRuleOptions::kUnset) {
+    if (options.safe_gate && options.gate_in_kernel) {
+      invalid("lower_bound", "a number with safe_gate and gate_in_kernel", "none");
+    }
+    return;
+  }
+  if (!std::isfinite(bound) || bound >= 0) invalid("lower_bound", "a finite number below 0", check::text(bound));
+  if (!options.gate_in_kernel || options.gate != Gate::kPerChannel) {
+    invalid("lower_bound", "none without gate_in_kernel and a gate per channel", check::text(bound));
+  }
+  if (options.safe_gate && bound < kSafeLowerBound) {
+    invalid("lower_bound", "a number in [-5, 0) with safe_gate", check::text(bound));
+  }
+}
+
+void check_options(const DeltaRuleOptions& options) {
+  const Gate gate = options.gate;
+  if (gate != Gate::kNone && gate != Gate::kPerHead && gate != Gate::kPerChannel) {
+    invalid("gate", "none (0), per head (1) or per channel (2)", gate_text(gate));
+  }
+  if (!std::isfinite(options.scale) && options.scale != DeltaRuleOptions::kUnset) {
+    invalid("scale", "a finite number", check::text(options.scale));
+  }
+  check::chunk_size(options.chunk_size);
+  if (options.allow_neg_eigval && !options.beta_sigmoid) {
+    invalid("allow_neg_eigval", "false without beta_sigmoid", "true");
+  }
+  if (options.gate_in_kernel && gate == Gate::kNone) invalid("gate_in_kernel", "false without a gate", "true");
+  if (options.safe_gate && gate != Gate::kPerChannel) {
+    invalid("safe_gate", "false unless the gate is per channel", "true");
+  }
+  check_lower_bound(options);
+}
+
+// Sets B, T, H, HV, group, K and V. Only the delta rule has more value heads than heads.
+void check_qkv(const DeltaRuleInputs& in, Correction correction, DeltaRuleSizes& sizes) {
+  check::present("q", in.q);
+  check::present("k", in.k);
+  check::present("v", in.v);
+  check::rank("q", in.q, 4);
+  check::floating("q", in.q);
+  sizes.batch = in.q.shape[0];
+  sizes.tokens = in.q.shape[1];
+  sizes.num_heads = in.q.shape[2];
+  sizes.head_dim_k = in.q.shape[3];
+  if (sizes.num_heads < 1) invalid("q", "at least one head", "shape " + check::shape_text(in.q));
+  check::in_range("q: head width K", sizes.head_dim_k, 1, kMaxHeadDim);
+
+  check::shape("k", in.k, {sizes.batch, sizes.tokens, sizes.num_heads, sizes.head_dim_k});
+  check::dtype("k", in.k, {in.q.dtype});
+
+  check::rank("v", in.v, 4);
+  sizes.num_value_heads = in.v.shape[2];
+  sizes.head_dim_v = in.v.shape[3];
+  check::shape("v", in.v, {sizes.batch, sizes.tokens, sizes.num_value_heads, sizes.head_dim_v});
+  check::dtype("v", in.v, {in.q.dtype});
+  if (sizes.num_value_heads < 1 || sizes.num_value_heads % sizes.num_heads != 0) {
+    invalid("v", "a positive multiple of the " + std::to_string(sizes.num_heads) + " heads of q",
+            std::to_string(sizes.num_value_heads) + " heads");
+  }
+  if (correction != Correction::kKey && sizes.num_value_heads != sizes.num_heads) {
+    invalid("v", std::to_string(sizes.num_heads) + " heads as q", std::to_string(sizes.num_value_heads) + " heads");
+  }
+  check::in_range("v: head width V", sizes.head_dim_v, 1, kMaxHeadDim);
+  sizes.group = sizes.num_value_heads / sizes.num_heads;
+}
+
+// The chunks of checked sequences. Lengths in device memory cannot be read here: then an upper bound.
+int64_t count_chunks(int64_t tokens, const TensorView& cu_seqlens, int64_t chunk_size) {
+  const auto chunks_of = [&](int64_t length) { return length / chunk_size + (length % chunk_size != 0); };
+  if (!cu_seqlens.present()) return chunks_of(tokens);
+  const int64_t last = cu_seqlens.shape[0] - 1;
+  if (cu_seqlens.device.type != DeviceType::kCpu) return std::min(tokens, tokens / chunk_size + last);
+  int64_t count = 0;
+  for (int64_t n = 0; n < last; ++n) {
+    count += chunks_of(check::integer_at(cu_seqlens, n + 1) - check::integer_at(cu_seqlens, n));
+  }
+  return count;
+}
+
+// Sets N and NT.
+void check_sequences(const DeltaRuleInputs& in, const DeltaRuleOptions& options, DeltaRuleSizes& sizes) {
+  sizes.num_sequences = sizes.batch;
+  if (in.cu_seqlens.present()) {
+    if (sizes.batch != 1) invalid("cu_seqlens", "a batch of 1", "a batch of " + std::to_string(sizes.batch));
+    check::cu_seqlens(in.cu_seqlens, sizes.tokens);
+    sizes.num_sequences = in.cu_seqlens.shape[0] - 1;
+  }
+  sizes.num_chunks = count_chunks(sizes.tokens, in.cu_seqlens, options.chunk_size);
+}
+
+// One per value channel belongs to the delta rule alone.
+void check_beta(const DeltaRuleInputs& in, const DeltaRuleOptions& options, Correction correction,
+                const DeltaRuleSizes& sizes) {
+  if (!in.beta.present()) {
+    if (options.beta_sigmoid) invalid("beta", "a tensor with beta_sigmoid", "none");
+    return;
+  }
+  check::floating("beta", in.beta);
+  if (in.beta.rank == 4 && correction == Correction::kKey) {
+    check::shape("beta", in.beta, {sizes.batch, sizes.tokens, sizes.num_value_heads, sizes.head_dim_v});
+  } else {
+    check::shape("beta", in.beta, {sizes.batch, sizes.tokens, sizes.num_value_heads});
+  }
+}
+
+void check_gate(const DeltaRuleInputs& in, const DeltaRuleOptions& options, const DeltaRuleSizes& sizes) {
+  if (options.gate == Gate::kNone) {
+    check::absent("g", in.g, "without a gate");
+    return;
+  }
+  check::present("g", in.g);
+  check::floating("g", in.g);
+  if (options.gate == Gate::kPerHead) {
+    check::shape("g", in.g, {sizes.batch, sizes.tokens, sizes.num_value_heads});
+  } else {
+    check::shape("g", in.g, {sizes.batch, sizes.tokens, sizes.num_value_heads, sizes.head_dim_k});
+  }
+}
+
+void check_dt_bias(const char* name, const TensorView& view, Gate gate, const DeltaRuleSizes& sizes) {
+  if (gate == Gate::kPerChannel && view.rank == 2) {
+    check::floating(name, view);
+    check::shape(name, view, {sizes.num_value_heads, sizes.head_dim_k});
+  } else {
+    check::parameter(name, view, sizes.num_value_heads * (gate == Gate::kPerChannel ? sizes.head_dim_k : 1));
+  }
+}
+
+void check_gate_parameters(const DeltaRuleInputs& in, const DeltaRuleOptions& options, const DeltaRuleSizes& sizes) {
+  if (!options.gate_in_kernel) {
+    check::absent("a_log", in.a_log, "without gate_in_kernel");
+    check::absent("dt_bias", in.dt_bias, "without gate_in_kernel");
+    return;
+  }
+  if (in.a_log.present()) {
+    check::parameter("a_log", in.a_log, sizes.num_value_heads);
+  } else if (options.lower_bound == DeltaRuleOptions::kUnset) {
+    invalid("a_log", "a tensor with gate_in_kernel and no lower_bound", "none");
+  }
+  if (in.dt_bias.present()) check_dt_bias("dt_bias", in.dt_bias, options.gate, sizes);
+}
+
+Shape state_shape(int64_t count, const DeltaRuleOptions& options, const DeltaRuleSizes& sizes) {
+  const bool v_first = options.state_v_first;
+  return {count, sizes.num_value_heads, v_first ? sizes.head_dim_v : sizes.head_dim_k,
+          v_first ? sizes.head_dim_k : sizes.head_dim_v};
+}
+
+// The type of a state that is written: fp32, or fp64 in an fp64 problem.
+void check_state_dtype(const char* name, const TensorView& view, const DeltaRuleInputs& in) {
+  check::dtype(name, view, {DType::kF32, in.q.dtype == DType::kF64 ? DType::kF64 : DType::kF32});
+}
+
+// Where the lengths are in device memory, the caller may know that there are fewer chunks than the bound.
+void check_chunk_states_shape(const TensorView& view, const DeltaRuleInputs& in, const DeltaRuleOptions& options,
+                              DeltaRuleSizes& sizes) {
+  const Shape state = state_shape(sizes.num_sequences, options, sizes);
+  const bool bound_only = in.cu_seqlens.present() && in.cu_seqlens.device.type != DeviceType::kCpu;
+  if (bound_only && view.rank == 5) sizes.num_chunks = std::min(sizes.num_chunks, view.shape[1]);
+  check::shape("chunk_states", view,
+               {sizes.batch, sizes.num_chunks, state.extents[1], state.extents[2], state.extents[3]});
+}
+
+void check_output(const DeltaRuleInputs& in, const TensorView& o, const DeltaRuleSizes& sizes) {
+  check::present("o", o);
+  check::shape("o", o, {sizes.batch, sizes.tokens, sizes.num_value_heads, sizes.head_dim_v});
+  check::dtype("o", o, {in.q.dtype, DType::kF32});
+}
+
+// The rows of keys that a family has beside k.
+void check_transition(const DeltaRuleInputs& in, const Transition& transition, const DeltaRuleSizes& sizes) {
+  const auto check_rows = [&](const char* name, const TensorView& view) {
+    check::present(name, view);
+    check::shape(name, view, {sizes.batch, sizes.tokens, sizes.num_heads, sizes.head_dim_k});
+    check::dtype(name, view, {in.q.dtype});
+  };
+  if (is_low_rank(transition)) check_rows("b", transition.writer);
+  if (is_low_rank(transition) || transition.correction == Correction::kFeedback) {
+    check_rows(reader_name(transition), transition.reader);
+  }
+}
+
+DeltaRuleSizes check_inputs(const DeltaRuleInputs& in, const DeltaRuleOptions& options, const Transition& transition) {
+  DeltaRuleSizes sizes;
+  check_qkv(in, transition.correction, sizes);
+  check_transition(in, transition, sizes);
+  check_sequences(in, options, sizes);
+  check::scratch_extent(sizes.batch, sizes.tokens, sizes.num_sequences, sizes.num_value_heads, kMaxHeadDim);
+  check_beta(in, options, transition.correction, sizes);
+  check_gate(in, options, sizes);
+  check_gate_parameters(in, options, sizes);
+  if (in.initial_state.present()) {
+    check::floating("initial_state", in.initial_state);
+    check::shape("initial_state", in.initial_state, state_shape(sizes.num_sequences, options, sizes));
+  }
+  return sizes;
+}
+
+void check_rest(const DeltaRuleForward& args, DeltaRuleSizes& sizes) {
+  check_output(args.in, args.o, sizes);
+  if (args.final_state.present()) {
+    check::shape("final_state", args.final_state, state_shape(sizes.num_sequences, args.options, sizes));
+    check_state_dtype("final_state", args.final_state, args.in);
+  }
+  if (args.chunk_states.present()) {
+    check_chunk_states_shape(args.chunk_states, args.in, args.options, sizes);
+    check::dtype("chunk_states", args.chunk_states, {DType::kF32, args.in.k.dtype});
+  }
+}
+
+void check_rest(const DeltaRuleBackward& args, DeltaRuleSizes& sizes) {
+  const DeltaRuleInputs& in = args.in;
+  if (args.d_o.present()) {
+    check::shape("d_o", args.d_o, {sizes.batch, sizes.tokens, sizes.num_value_heads, sizes.head_dim_v});
+    check::dtype("d_o", args.d_o, {in.q.dtype, DType::kF32});
+  }
+  const Shape state = state_shape(sizes.num_sequences, args.options, sizes);
+  if (args.d_final_state.present()) {
+    check::shape("d_final_state", args.d_final_state, state);
+    check::floating("d_final_state", args.d_final_state);
+  }
+  if (args.chunk_states.present()) {
+    check_chunk_states_shape(args.chunk_states, args.in, args.options, sizes);
+    check_state_dtype("chunk_states", args.chunk_states, in);
+  }
+  check::gradient("dq", args.dq, "q", in.q);
+  check::gradient("dk", args.dk, "k", in.k);
+  check::gradient("dv", args.dv, "v", in.v);
+  check::gradient("dg", args.dg, "g", in.g);
+  check::gradient("dbeta", args.dbeta, "beta", in.beta);
+  check::gradient("da_log", args.da_log, "a_log", in.a_log);
+  check::gradient("ddt_bias", args.ddt_bias, "dt_bias", in.dt_bias);
+  if (args.da_log.present()) check::parameter("da_log", args.da_log, sizes.num_value_heads);
+  if (args.ddt_bias.present()) check_dt_bias("ddt_bias", args.ddt_bias, args.options.gate, sizes);
+  if (args.d_initial_state.present()) {
+    if (!in.initial_state.present()) invalid("d_initial_state", "none without initial_state", "a tensor");
+    check::shape("d_initial_state", args.d_initial_state, state);
+    check_state_dtype("d_initial_state", args.d_initial_state, in);
+  }
+}
+
+// dp is asked for with p alone: without p, dk holds both.
+void check_gradients(const Transition& transition) {
+  const TensorView& reader = transition.reader_is_key ? TensorView{} : transition.reader;
+  const bool low_rank = is_low_rank(transition);
+  check::gradient(low_rank ? "da" : "dp", transition.d_reader, reader_name(transition), reader);
+  check::gradient("db", transition.d_writer, "b", transition.writer);
+}
+
+void check_rest(const DeltaRuleStep& args, const DeltaRuleSizes& sizes) {
+  check::absent("initial_state", args.in.initial_state, "in a step");
+  check_output(args.in, args.o, sizes);
+  check::present("state", args.state);
+  check::rank("state", args.state, 4);
+  const int64_t slots = args.state_indices.present() ? args.state.shape[0] : sizes.num_sequences;
+  check::shape("state", args.state, state_shape(slots, args.options, sizes));
+  check::dtype("state", args.state,
+               {DType::kF32, DType::kBF16, args.in.q.dtype == DType::kF64 ? DType::kF64 : DType::kF32});
+  if (args.state_indices.present()) check::state_indices(args.state_indices, sizes.num_sequences, slots);
+}
+
+// ---- The problem --------------------------------------------------------------------------------------------------
+
+void flatten(TensorView& view) {
+  if (!view.present() || view.rank == 1) return;
+  int64_t count = 1;
+  for (size_t axis = 0; axis < static_cast<size_t>(view.rank); ++axis) count *= view.shape[axis];
+  view.rank = 1;
+  view.shape = {count};
+  view.strides = {1};
+}
+
+void as_heads_by_channels(TensorView& view, const DeltaRuleSizes& sizes) {
+  if (!view.present() || view.rank == 2) return;
+  flatten(view);
+  const int64_t stride = view.strides[0];
+  view.rank = 2;
+  view.shape = {sizes.num_value_heads, sizes.head_dim_k};
+  view.strides = {sizes.head_dim_k * stride, stride};
+}
+
+// Kernels see the parameters in one form each: A_log as [HV]; dt_bias as [HV], per channel as [HV, K].
+void unify_parameters(TensorView& a_log, TensorView& dt_bias, Gate gate, const DeltaRuleSizes& sizes) {
+  flatten(a_log);
+  if (gate == Gate::kPerChannel) {
+    as_heads_by_channels(dt_bias, sizes);
+  } else {
+    flatten(dt_bias);
+  }
+}
+
+// A step without tokens leaves its states as they are.
+bool has_work(const DeltaRuleStep& args, const Transition&) { return !check::is_empty(args.o); }
+
+template <class Args>
+bool has_work(const Args& args, const Transition& transition) {
+  std::vector<Argument> arguments;
+  append_rest(args, arguments);
+  append_outputs(transition, arguments);
+  return std::any_of(arguments.begin(), arguments.end(),
+                     [](const Argument& argument) { return argument.written && !check::is_empty(*argument.view); });
+}
+
+template <class Args>
+DeltaRuleProblem<Args> make_problem(const Context& context, const Args& args, const Transition& transition) {
+  check::context(context);
+  const std::vector<Argument> arguments = arguments_of(args, transition);
+  for (const Argument& argument : arguments) {
+    check::well_formed(argument.name, *argument.view);
+    check::on_device(argument.name, *argument.view, context.device);
+  }
+  check_options(args.options);
+  DeltaRuleProblem<Args> problem;
+  problem.sizes = check_inputs(args.in, args.options, transition);
+  check_rest(args, problem.sizes);
+  check_gradients(transition);
+  check::memory(arguments);
+  if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context.device, arguments);
+
+  problem.has_fp64 = check::any_fp64(arguments);
+  problem.args = args;
+  problem.transition = transition;
+  problem.scale = args.options.scale;
+  if (problem.scale == DeltaRuleOptions::kUnset) {
+    problem.scale = 1 / std::sqrt(static_cast<double>(problem.sizes.head_dim_k));
+  }
+  unify_parameters(problem.args.in.a_log, problem.args.in.dt_bias, args.options.gate, problem.sizes);
+  if constexpr (requires { problem.args.da_log; }) {
+    unify_parameters(problem.args.da_log, problem.args.ddt_bias, args.options.gate, problem.sizes);
+  }
+  return problem;
+}
+
+// ---- The run ------------------------------------------------------------------------------------------------------
+
+template <class Problem>
+std::string describe(const Problem& problem) {
+  const DeltaRuleSizes& sizes = problem.sizes;
+  std::string text;
+  const auto append = [&](const char* name, int64_t value) {
+    text += std::string(name) + "=" + std::to_string(value) + " ";
+  };
+  append("B", problem.args.in.q.shape[0]);
+  append("T", sizes.tokens);
+  append("H", sizes.num_heads);
+  append("HV", sizes.num_value_heads);
+  append("K", sizes.head_dim_k);
+  append("V", sizes.head_dim_v);
+  append("N", sizes.num_sequences);
+  append("C", problem.args.options.chunk_size);
+  text.back() = ',';
+  return text + " gate " + gate_text(problem.args.options.gate) + ", " + check::text(problem.args.in.q.dtype);
+}
+
+}  // namespace
+
+template <class Args>
+std::string run_recurrence(const char* entry, const Context& context, const Args& args, const Transition& transition,
+                           ImplementationList<Args> cpu_list, ImplementationList<Args> cuda_list) {
+  DeltaRuleProblem<Args> problem = make_problem(context, args, transition);
+  // However many empty sequences there are, they cost nothing.
+  const bool work = has_work(args, transition);
+  if (!work) problem.sizes.batch = problem.sizes.num_sequences = 0;
+  return dispatch(entry, context, cpu_list, problem, work, describe<DeltaRuleProblem<Args>>, cuda_list);
+}
+
+template std::string run_recurrence(const char*, const Context&, const DeltaRuleForward&, const Transition&,
+                                    ImplementationList<DeltaRuleForward>, ImplementationList<DeltaRuleForward>);
+template std::string run_recurrence(const char*, const Context&, const DeltaRuleBackward&, const Transition&,
+                                    ImplementationList<DeltaRuleBackward>, ImplementationList<DeltaRuleBackward>);
+template std::string run_recurrence(const char*, const Context&, const DeltaRuleStep&, const Transition&,
+                                    ImplementationList<DeltaRuleStep>, ImplementationList<DeltaRuleStep>);
+
+int64_t delta_rule_num_chunks(int64_t tokens, const TensorView& cu_seqlens, int32_t chunk_size) {
+  if (tokens < 0) invalid("tokens", "0 or more", std::to_string(tokens));
+  check::chunk_size(chunk_size);
+  check::well_formed("cu_seqlens", cu_seqlens);
+  if (cu_seqlens.present()) check::cu_seqlens(cu_seqlens, tokens);
+  return count_chunks(tokens, cu_seqlens, chunk_size);
+}
+
+std::vector<ImplementationInfo> related_implementations() {
+  std::vector<ImplementationInfo> infos;
+  append_infos(cpu::related_forward_list(), "forward", "cpu", infos);
+  append_infos(cpu::related_backward_list(), "backward", "cpu", infos);
+  return infos;
+}
+
+}  // namespace fastweight
