@@ -15,7 +15,7 @@ class Backward : public ::testing::TestWithParam<RelatedOp> {
 
 TEST_P(Backward, Lengths) {
   for (int64_t T : first<int64_t>({65, 0, 1, 17, 2, 15, 16, 63, 64, 130, 191, 320}, 4)) {
-    for (int32_t chunk_size : first<int32_t>({64, 32, 16}, 1)) {
+    for (int32_t chunk_size : first<int32_t>({64, 16}, 1)) {
       RelatedSpec one = spec(T, 24, 40);
       one.chunk_size = chunk_size;
       one.B = 2;
@@ -25,9 +25,9 @@ TEST_P(Backward, Lengths) {
 }
 
 TEST_P(Backward, HeadWidths) {
-  const std::vector<std::pair<int64_t, int64_t>> widths{{20, 36},  {1, 1},     {3, 128},   {128, 3},   {60, 100},
-                                                        {1, 17},   {100, 60},  {128, 128}, {200, 256}, {256, 200},
-                                                        {16, 256}, {256, 256}, {7, 5},     {31, 33},   {64, 8}};
+  const std::vector<std::pair<int64_t, int64_t>> widths{{20, 36}, {1, 1},    {3, 128},   {128, 3},  {60, 100},
+                                                        {1, 17},  {100, 60}, {128, 128}, {16, 256}, {256, 200},
+                                                        {7, 5},   {31, 33},  {64, 8}};
   for (const auto& [K, V] : first(widths, 4)) check_backward(draw(spec(70, K, V), 42));
 }
 

@@ -83,7 +83,7 @@ std::vector<Malformed> malformed() {
        [](Call& c) { c.out.o = {}; },
        {std::begin(kRelatedOps), std::end(kRelatedOps)},
        kForward},
-      {"dk: expected memory apart from dq, got an overlap",
+      {"dq: expected memory apart from dk, got an overlap",
        [](Call& c) { c.out.dk.data = c.out.dq.data; },
        {std::begin(kRelatedOps), std::end(kRelatedOps)},
        kBackward},

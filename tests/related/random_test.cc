@@ -48,7 +48,7 @@ RelatedSpec random_spec(Dice& dice) {
 }
 
 TEST(Random, Problems) {
-  for_each_seed(reduced() ? 30 : 300, [](uint64_t seed) {
+  for_each_seed(reduced() ? 30 : 200, [](uint64_t seed) {
     Dice dice(seed);
     const RelatedSpec spec = random_spec(dice);
     const Layout layout = dice.pick({Layout::kDense, Layout::kHeadsFirst, Layout::kEverySecond, Layout::kReversed});

@@ -23,17 +23,31 @@
 HWY_BEFORE_NAMESPACE();
 namespace fastweight::cpu::HWY_NAMESPACE {
 
+// Gradients of the rows of a block that have the width of keys; null where a family has no such rows.
+struct KeyGradients {
+  float* dq = nullptr;
+  float* dk = nullptr;        // of Block::k
+  float* d_reader = nullptr;  // of Block::reader, where it is not k
+  float* dk2 = nullptr;       // of Block::k2
+
+  void carve_keys(Carver& carver, Form form, int64_t count) {
+    dq = carver.take<float>(count);
+    dk = carver.take<float>(count);
+    if (form.reads_early()) d_reader = carver.take<float>(count);
+    if (form.writes_twice()) dk2 = carver.take<float>(count);
+  }
+  static constexpr float* KeyGradients::*kAll[] = {&KeyGradients::dq, &KeyGradients::dk, &KeyGradients::d_reader,
+                                                   &KeyGradients::dk2};
+};
+
 // A unit's share of the gradients of one block, before the adjoints of norm, gate and beta. Rows beyond n are 0.
-struct BlockGradients {
-  float* dq;  // [16][ld]
-  float* dk;  // [16][ld]
-  float* dg;  // [16][ld] per channel, else [16]
+struct BlockGradients : KeyGradients {  // each [16][ld]
+  float* dg = nullptr;                  // [16][ld] per channel, else [16]
   float dbeta[kBlock];
 
-  void carve(Carver& carver, Gate gate, int64_t ld) {
-    dq = carver.take<float>(kBlock * ld);
-    dk = carver.take<float>(kBlock * ld);
-    dg = carver.take<float>(gate == Gate::kPerChannel ? kBlock * ld : kBlock);
+  void carve(Carver& carver, Form form, int64_t ld) {
+    carve_keys(carver, form, kBlock * ld);
+    dg = carver.take<float>(form.per_channel() ? kBlock * ld : kBlock);
   }
 };
 
@@ -43,19 +57,26 @@ struct GateSums {
   double* ddt_bias;  // [K] per channel, else [1]
 };
 
-// dq and dk of a block, complete sums, to the caller. Overwrites them.
+// The gradients of a block's keys, complete sums, to the caller. Overwrites them.
 HWY_INLINE void finish_keys(const DeltaRuleBackward& args, const Head& head, int64_t token, const Block& block,
-                            float* dq, float* dk) {
-  if (args.options.qk_l2norm) {
-    l2_adjoint(block.q(), block.rstd_q, block.ld, block.n, dq);
-    l2_adjoint(block.k, block.rstd_k, block.ld, block.n, dk);
+                            const KeyGradients& gradients) {
+  const Transition& transition = *head.transition;
+  const auto finish = [&](const TensorView& output, const float* rows, const float* rstd, float* dy) HWY_ATTR {
+    if (args.options.qk_l2norm) l2_adjoint(rows, rstd, block.ld, block.n, dy);
+    if (!output.present()) return;
+    store_rows(dy, block.ld, output, head.batch, token, head.key_head, block.n, 0, head.K);
+  };
+  if (transition.reader_is_key) {
+    for (int64_t i = 0; i < block.n * block.ld; i += kLanes) {
+      store(hn::Add(load(gradients.dk + i), load(gradients.d_reader + i)), gradients.dk + i);
+    }
   }
-  if (args.dq.present()) {
-    store_rows(dq, block.ld, args.dq, head.batch, token, head.key_head, block.n, 0, head.K);
+  finish(args.dq, block.q(), block.rstd_q, gradients.dq);
+  finish(gradients.dk2 == nullptr ? args.dk : transition.d_writer, block.k, block.rstd_k, gradients.dk);
+  if (gradients.d_reader != nullptr) {
+    finish(transition.d_reader, block.reader, block.rstd_reader, gradients.d_reader);
   }
-  if (args.dk.present()) {
-    store_rows(dk, block.ld, args.dk, head.batch, token, head.key_head, block.n, 0, head.K);
-  }
+  if (gradients.dk2 != nullptr) finish(args.dk, block.k2, block.rstd_k, gradients.dk2);
 }
 
 // d logits from dbeta:  c s (1 - s) dbeta = beta (1 - beta / c) dbeta  with  beta = c s,  s = sigmoid(x).
@@ -128,8 +149,7 @@ struct BackwardPlan {
   int64_t bias_width = 1;      // K per channel, else 1
 
   // Parts by (value head, unit, token).
-  float* dq = nullptr;
-  float* dk = nullptr;
+  KeyGradients keys;
   float* dg = nullptr;
   float* dbeta = nullptr;
   double* gate_sums = nullptr;  // [N][HV][1 + bias_width]
@@ -151,10 +171,7 @@ struct BackwardPlan {
 
   void carve(Carver& carver, const DeltaRuleBackwardProblem& problem) {
     const int64_t parts = problem.sizes.num_value_heads * units_per_head * tokens;
-    if (sum_keys) {
-      dq = carver.take<float>(parts * ld);
-      dk = carver.take<float>(parts * ld);
-    }
+    if (sum_keys) keys.carve_keys(carver, form_of(problem), parts * ld);
     if (sum_gates) {
       dg = carver.take<float>(parts * gate_width);
       dbeta = carver.take<float>(parts);
@@ -190,7 +207,7 @@ class UnitKernel {
     bias = carver.take<float>(std::max(ld, kBlock));
     raw = carver.take<float>(std::max(ld, kBlock));
     G = carver.take<float>(panels * ld * kPanel);
-    gradients.carve(carver, options.gate, ld);
+    gradients.carve(carver, form_of(problem), ld);
     const int64_t chunks = saved_ ? 0 : (longest + options.chunk_size - 1) / options.chunk_size;
     states_ = carver.take<float>(chunks * panels * ld * kPanel);
     block_states_ = carver.take<float>(options.chunk_size / kBlock * panels * ld * kPanel);
@@ -262,6 +279,8 @@ class UnitKernel {
     prefetch_rows(args.dv, *head_, head_->value_head, token, column_, width_, prefetcher_);
     prefetch_rows(args.dq, *head_, head_->key_head, token, 0, head_->K, prefetcher_);
     prefetch_rows(args.dk, *head_, head_->key_head, token, 0, head_->K, prefetcher_);
+    prefetch_rows(head_->transition->d_reader, *head_, head_->key_head, token, 0, head_->K, prefetcher_);
+    prefetch_rows(head_->transition->d_writer, *head_, head_->key_head, token, 0, head_->K, prefetcher_);
     if (args.options.gate == Gate::kPerChannel) {
       prefetch_rows(args.dg, *head_, head_->value_head, token, 0, head_->K, prefetcher_);
     }
@@ -302,7 +321,7 @@ HWY_INLINE void run_unit(const DeltaRuleBackwardProblem& problem, const Backward
   const DeltaRuleSizes& sizes = problem.sizes;
   const DeltaRuleOptions& options = args.options;
   const int64_t K = sizes.head_dim_k, V = sizes.head_dim_v;
-  const Head head = make_head(args.in, options, sizes, sequence, item.value_head, kernel.bias);
+  const Head head = make_head(problem, sequence, item.value_head, kernel.bias);
   const GateSums sums = plan.sums_of(sizes, sequence.index, item.value_head);
 
   if (args.d_final_state.present()) {
@@ -323,10 +342,11 @@ HWY_INLINE void run_unit(const DeltaRuleBackwardProblem& problem, const Backward
       const int64_t part = plan.part(item.value_head, item.cut, head, sizes, token);
       const size_t row_bytes = static_cast<size_t>(block.n * plan.ld) * sizeof(float);
       if (plan.sum_keys) {
-        std::memcpy(plan.dq + part * plan.ld, gradients.dq, row_bytes);
-        std::memcpy(plan.dk + part * plan.ld, gradients.dk, row_bytes);
+        for (const auto one : KeyGradients::kAll) {
+          if (gradients.*one != nullptr) std::memcpy(plan.keys.*one + part * plan.ld, gradients.*one, row_bytes);
+        }
       } else {
-        finish_keys(args, head, token, block, gradients.dq, gradients.dk);
+        finish_keys(args, head, token, block, gradients);
       }
       if (plan.sum_gates) {
         std::memcpy(plan.dg + part * plan.gate_width, gradients.dg,
@@ -359,9 +379,9 @@ struct FinishScratch {
   float* bias;  // [max(ld, 16)]
   float* raw;   // [max(ld, 16)]
 
-  void carve(Carver& carver, Gate gate, int64_t ld) {
-    block.carve(carver, gate, ld);
-    gradients.carve(carver, gate, ld);
+  void carve(Carver& carver, Form form, int64_t ld) {
+    block.carve(carver, form, ld);
+    gradients.carve(carver, form, ld);
     bias = carver.take<float>(std::max(ld, kBlock));
     raw = carver.take<float>(std::max(ld, kBlock));
   }
@@ -378,15 +398,16 @@ HWY_INLINE void finish_head(const DeltaRuleBackwardProblem& problem, const Backw
     const int64_t token = sequence.begin + t;
     const int64_t n = std::min(kBlock, sequence.length - t);
     for (int64_t h = first_head; h < first_head + sizes.group; ++h) {
-      const Head head = make_head(args.in, args.options, sizes, sequence, h, scratch.bias);
+      const Head head = make_head(problem, sequence, h, scratch.bias);
       if (h == first_head || plan.sum_gates) load_block(head, token, n, scratch.block);
       if (h == first_head) {
         const int64_t part = plan.part(h, 0, head, sizes, token);
-        add_parts(plan.dq + part * plan.ld, plan.tokens * plan.ld, sizes.group * units, n * plan.ld,
-                  scratch.gradients.dq);
-        add_parts(plan.dk + part * plan.ld, plan.tokens * plan.ld, sizes.group * units, n * plan.ld,
-                  scratch.gradients.dk);
-        finish_keys(args, head, token, scratch.block, scratch.gradients.dq, scratch.gradients.dk);
+        for (const auto one : KeyGradients::kAll) {
+          if (scratch.gradients.*one == nullptr) continue;
+          add_parts(plan.keys.*one + part * plan.ld, plan.tokens * plan.ld, sizes.group * units, n * plan.ld,
+                    scratch.gradients.*one);
+        }
+        finish_keys(args, head, token, scratch.block, scratch.gradients);
       }
       if (plan.sum_gates) {
         const int64_t part = plan.part(h, 0, head, sizes, token);
@@ -418,7 +439,7 @@ inline void finish_parameters(const DeltaRuleBackwardProblem& problem, const Bac
 template <class Kernel>
 HWY_INLINE void run_backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   const DeltaRuleSizes& sizes = problem.sizes;
-  const Gate gate = problem.args.options.gate;
+  const Form form = form_of(problem);
   const std::vector<Sequence> sequences =
       sequence_table(sizes.batch, sizes.tokens, problem.args.in.cu_seqlens, problem.args.options.chunk_size);
   int64_t longest = 0;
@@ -436,7 +457,7 @@ HWY_INLINE void run_backward(const DeltaRuleBackwardProblem& problem, const Cont
   Carver measure_plan, measure_kernel, measure_finish;
   plan.carve(measure_plan, problem);
   Kernel().carve(measure_kernel, problem, plan.ld, unit_panels, longest);
-  FinishScratch().carve(measure_finish, gate, plan.ld);
+  FinishScratch().carve(measure_finish, form, plan.ld);
   const size_t scratch_bytes = std::max(measure_kernel.bytes(), measure_finish.bytes());
   const Workspace workspace(context, measure_plan.bytes() + scratch_bytes * static_cast<size_t>(threads));
   Carver carver(workspace.data());
@@ -464,7 +485,7 @@ HWY_INLINE void run_backward(const DeltaRuleBackwardProblem& problem, const Cont
     parallel_for(static_cast<int64_t>(sequences.size()) * heads, threads, [&](int64_t i, int thread) HWY_ATTR {
       Carver scratch = scratch_of(thread);
       FinishScratch finish;
-      finish.carve(scratch, gate, plan.ld);
+      finish.carve(scratch, form, plan.ld);
       finish_head(problem, plan, sequences[static_cast<size_t>(i / heads)], i % heads, finish);
     });
   }

@@ -4,6 +4,18 @@
 // Decays are never taken as differences of cumulative log gates: inside a block every factor exp(gamma_i - gamma_j) is
 // a product of the factors exp(g_m), j < m <= i, none of which exceeds 1 for g <= 0. Nothing overflows for any gate, a
 // gate of -1000 is a factor 0, and the relative error is a few roundings instead of |gamma| * 2^-24.
+//
+// The families of the recurrence differ in what a block reads and writes (ops/delta_rule_problem.h). In their terms the
+// delta rule's equations hold for all:
+//
+//     X  = e [reader; q] S,   R = (I + A)^-1 beta (v - X_r),   o = scale (X_q + P R),   S' = exp(gamma_n) S + (w k)^T R
+//
+//     kKey       reader = k, read after the decay: e_i = exp(gamma_i), A_ij = beta_i (k_i . k_j) exp(gamma_i - gamma_j)
+//     kFeedback  reader = p, read before it: e_i = exp(gamma_{i-1}), A_ij = beta_i (p_i . k_j) exp(gamma_{i-1} -
+//     gamma_j) kNone      no reader, R = v kLowRank   reader = a as in kFeedback, b in place of k, beta = -1, and in
+//     place of v what the block's own writes of
+//                v with k make a read, A2 v, where A2 is A of (a, k). The second write (k, v) adds P2 v to o and
+//                (w k)^T v to S', where P2 is P of (q, k).
 #if defined(FW_CPU_DELTA_RULE_BLOCK_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FW_CPU_DELTA_RULE_BLOCK_INL_H_
 #undef FW_CPU_DELTA_RULE_BLOCK_INL_H_
@@ -43,6 +55,7 @@ inline constexpr Identity kIdentity;
 struct Head {
   const DeltaRuleInputs* in;
   const DeltaRuleOptions* options;
+  const Transition* transition;
   int64_t batch, begin, length;  // the sequence's tokens
   int64_t key_head, value_head;
   int64_t K, V;
@@ -53,10 +66,21 @@ struct Head {
 };
 
 // The gate parameters of a head; `bias_buffer` holds max(padded_k, 16) floats.
-HWY_INLINE Head make_head(const DeltaRuleInputs& in, const DeltaRuleOptions& options, const DeltaRuleSizes& sizes,
-                          const Sequence& sequence, int64_t value_head, float* bias_buffer) {
-  Head head{&in,        &options,         sequence.batch,  sequence.begin, sequence.length, value_head / sizes.group,
-            value_head, sizes.head_dim_k, sizes.head_dim_v};
+template <class Problem>
+HWY_INLINE Head make_head(const Problem& problem, const Sequence& sequence, int64_t value_head, float* bias_buffer) {
+  const DeltaRuleInputs& in = problem.args.in;
+  const DeltaRuleOptions& options = problem.args.options;
+  const DeltaRuleSizes& sizes = problem.sizes;
+  Head head{&in,
+            &options,
+            &problem.transition,
+            sequence.batch,
+            sequence.begin,
+            sequence.length,
+            value_head / sizes.group,
+            value_head,
+            sizes.head_dim_k,
+            sizes.head_dim_v};
   if (options.gate_in_kernel && in.a_log.present()) {
     head.a = std::exp(static_cast<float>(load_element(in.a_log, value_head)));
   }
@@ -84,49 +108,88 @@ HWY_INLINE void gate_activation(const Head& head, float* x, int64_t count) {
   }
 }
 
+// Which of the recurrences a block belongs to.
+struct Form {
+  Gate gate;
+  Correction correction;
+
+  bool per_channel() const { return gate == Gate::kPerChannel; }
+  bool corrects() const { return correction != Correction::kNone; }
+  bool reads_early() const { return correction == Correction::kFeedback || correction == Correction::kLowRank; }
+  bool writes_twice() const { return correction == Correction::kLowRank; }
+};
+
+template <class Problem>
+HWY_INLINE Form form_of(const Problem& problem) {
+  return {problem.args.options.gate, problem.transition.correction};
+}
+
 // n <= 16 tokens of one head. Rows n .. 15 are neutral: q = k = v = beta = 0 and decay 1.
 struct Block {
+  Form form;
   int64_t n;
-  int64_t ld;    // padded K, the row length of every [.., K] array
-  float* k;      // [32][ld]: 16 rows of k, then 16 of q (normalised if the option is set)
-  float* decay;  // exp(g): [16][ld] per channel, else [16]
+  int64_t ld;     // padded K, the row length of every [.., K] array
+  float* reader;  // [32][ld]: 16 rows that the correction reads with, then 16 of q (normalised if the option is set)
+  float* k;       // [16][ld]: the rows that R is written with; in the delta rule the same as the reader's
+  float* k2;      // [16][ld]: the rows of the second write, or null
+  float* decay;   // exp(g): [16][ld] per channel, else [16]
   float beta[kBlock];
-  float rstd_k[kBlock], rstd_q[kBlock];  // of the l2 norms
+  float rstd_reader[kBlock], rstd_k[kBlock], rstd_q[kBlock];  // of the l2 norms
 
   // Chunk form. The factors that turn tokens into reads and writes of the block's start and end state: per channel they
   // are in the rows, else in the scales.
-  float* read;                // [32][ld]: k_i exp(gamma_i), then q_i exp(gamma_i)
-  float* write;               // [16][ld]: k_i exp(gamma_n - gamma_i)
-  float read_scale[kBlock];   // exp(gamma_i), or 1 per channel
-  float write_scale[kBlock];  // exp(gamma_n - gamma_i), or 1 per channel
-  float* total;               // exp(gamma_n): [ld] per channel, else [1]
-  int64_t total_stride;       // 1 per channel, else 0
-  float* pairs;               // [32][16]: A (strictly lower), then P (lower)
-  float* lambda;              // [16][16] exp(gamma_i - gamma_j), i >= j; not per channel
-  float* read_columns;        // [ld][32], read transposed
-  float* running_keys;        // per channel, scratch [ld][16]
-  float* read_factor;         // per channel [16][ld]: exp(gamma_i)
-  float* write_factor;        // per channel [16][ld]: exp(gamma_n - gamma_i)
+  float* read;                 // [32][ld]: reader_i e_i, then q_i exp(gamma_i)
+  float* write;                // [16][ld]: k_i exp(gamma_n - gamma_i)
+  float* write2;               // [16][ld]: the same of k2, or null
+  float reader_scale[kBlock];  // e_i, or 1 per channel
+  float read_scale[kBlock];    // exp(gamma_i), or 1 per channel
+  float write_scale[kBlock];   // exp(gamma_n - gamma_i), or 1 per channel
+  float* total;                // exp(gamma_n): [ld] per channel, else [1]
+  int64_t total_stride;        // 1 per channel, else 0
+  float* pairs;                // [32][16]: A (strictly lower), then P (lower)
+  float* pairs2;               // [32][16]: A2, then P2, or null
+  float* lambda;               // [16][16] exp(gamma_i - gamma_j), i >= j; not per channel
+  float* strict;        // [16][16] the factors of A: lambda below the diagonal, or its row i - 1; not per channel
+  float* read_columns;  // [ld][32], read transposed
+  float* key_columns;   // [ld] rows of k transposed, key_stride apart; not per channel
+  float* key_columns2;  // [ld][16], k2 transposed; not per channel
+  int64_t key_stride;
+  float* running_keys;  // per channel, scratch [ld][16]
+  float* read_factor;   // per channel [16][ld]: exp(gamma_i)
+  float* write_factor;  // per channel [16][ld]: exp(gamma_n - gamma_i)
 
-  void carve(Carver& carver, Gate gate, int64_t padded_k) {
-    const bool per_channel = gate == Gate::kPerChannel;
+  void carve(Carver& carver, Form block_form, int64_t padded_k) {
+    form = block_form;
     ld = padded_k;
-    k = carver.take<float>(2 * kBlock * ld);
+    const bool per_channel = form.per_channel(), own_keys = form.correction != Correction::kKey;
+    const auto take_if = [&](bool wanted, int64_t count) { return wanted ? carver.take<float>(count) : nullptr; };
+    reader = carver.take<float>(2 * kBlock * ld);
+    k = own_keys ? carver.take<float>(kBlock * ld) : reader;
+    k2 = take_if(form.writes_twice(), kBlock * ld);
     decay = carver.take<float>(per_channel ? kBlock * ld : kBlock);
-    read = per_channel ? carver.take<float>(2 * kBlock * ld) : k;
+    read = per_channel ? carver.take<float>(2 * kBlock * ld) : reader;
     write = per_channel ? carver.take<float>(kBlock * ld) : k;
+    write2 = per_channel ? take_if(form.writes_twice(), kBlock * ld) : k2;
     total = carver.take<float>(per_channel ? ld : 1);
     total_stride = per_channel ? 1 : 0;
     pairs = carver.take<float>(2 * kBlock * kBlock);
-    lambda = per_channel ? nullptr : carver.take<float>(kBlock * kBlock);
+    pairs2 = take_if(form.writes_twice(), 2 * kBlock * kBlock);
+    lambda = take_if(!per_channel, kBlock * kBlock);
+    strict = take_if(!per_channel, kBlock * kBlock);
     read_columns = carver.take<float>(2 * kBlock * ld);
-    running_keys = per_channel ? carver.take<float>(ld * kBlock) : nullptr;
-    read_factor = per_channel ? carver.take<float>(kBlock * ld) : nullptr;
-    write_factor = per_channel ? carver.take<float>(kBlock * ld) : nullptr;
+    key_columns = own_keys ? take_if(!per_channel, kBlock * ld) : read_columns;
+    key_columns2 = take_if(!per_channel && form.writes_twice(), kBlock * ld);
+    key_stride = own_keys ? kBlock : 2 * kBlock;
+    running_keys = take_if(per_channel, ld * kBlock);
+    read_factor = take_if(per_channel, kBlock * ld);
+    write_factor = take_if(per_channel, kBlock * ld);
   }
-  const float* q() const { return k + kBlock * ld; }
+  const float* q() const { return reader + kBlock * ld; }
   const float* A() const { return pairs; }
   const float* P() const { return pairs + kBlock * kBlock; }
+
+  // The first of the 32 rows that read: without a correction only q does.
+  int64_t first_read() const { return form.corrects() ? 0 : kBlock; }
 };
 
 // The rows of tokens [token, token + 16) that belong to the head's sequence.
@@ -140,6 +203,8 @@ HWY_INLINE void prefetch_rows(const TensorView& x, const Head& head, int64_t x_h
 HWY_INLINE void prefetch_block(const Head& head, int64_t token, RowPrefetcher& prefetcher) {
   prefetch_rows(head.in->k, head, head.key_head, token, 0, head.K, prefetcher);
   prefetch_rows(head.in->q, head, head.key_head, token, 0, head.K, prefetcher);
+  prefetch_rows(head.transition->reader, head, head.key_head, token, 0, head.K, prefetcher);
+  prefetch_rows(head.transition->writer, head, head.key_head, token, 0, head.K, prefetcher);
   if (head.options->gate == Gate::kPerChannel) {
     prefetch_rows(head.in->g, head, head.value_head, token, 0, head.K, prefetcher);
   }
@@ -152,7 +217,7 @@ HWY_INLINE void beta_activation(const DeltaRuleOptions& options, float* x, int64
   for (int64_t i = 0; i < count; i += kLanes) store(hn::Mul(c, sigmoid(load(x + i))), x + i);
 }
 
-// beta_i of n tokens; 1 when there is none or one per value channel (load_beta_rows).
+// beta_i of n tokens; 1 when there is none or one per value channel (load_beta_rows), -1 for a transition of low rank.
 HWY_INLINE void load_beta(const Head& head, int64_t token, int64_t n, float* beta) {
   const TensorView& x = head.in->beta;
   alignas(64) float row[kBlock];
@@ -160,7 +225,7 @@ HWY_INLINE void load_beta(const Head& head, int64_t token, int64_t n, float* bet
     load_row(row_of(x, head.batch, token, head.value_head), x.dtype, x.strides[1], n, row, kBlock);
     beta_activation(*head.options, row, kBlock);
   } else {
-    for (float& b : row) b = 1;
+    for (float& b : row) b = head.transition->correction == Correction::kLowRank ? -1 : 1;
   }
   for (int64_t i = 0; i < kBlock; ++i) beta[i] = i < n ? row[i] : 0.0f;
 }
@@ -195,52 +260,64 @@ HWY_INLINE void load_decay(const Head& head, int64_t token, int64_t n, Block& bl
   }
 }
 
-// Tokens [token, token + n) of the head's batch row: q, k, beta and the decays.
+// Tokens [token, token + n) of the head's batch row: q, the keys, beta and the decays.
 HWY_INLINE void load_block(const Head& head, int64_t token, int64_t n, Block& block) {
   block.n = n;
-  float* q = block.k + kBlock * block.ld;
-  load_rows(head.in->k, head.batch, token, head.key_head, n, 0, head.K, block.k, block.ld, kBlock);
-  load_rows(head.in->q, head.batch, token, head.key_head, n, 0, head.K, q, block.ld, kBlock);
-  if (head.options->qk_l2norm) {
-    normalise_rows(block.k, block.ld, n, block.rstd_k);
-    normalise_rows(q, block.ld, n, block.rstd_q);
-  }
+  const Transition& transition = *head.transition;
+  const bool normalised = head.options->qk_l2norm;
+  const auto load_keys = [&](const TensorView& x, float* rows, float* rstd) HWY_ATTR {
+    load_rows(x, head.batch, token, head.key_head, n, 0, head.K, rows, block.ld, kBlock);
+    if (normalised) normalise_rows(rows, block.ld, n, rstd);
+  };
+  const bool twice = block.form.writes_twice();
+  load_keys(twice ? transition.writer : head.in->k, block.k, block.rstd_k);
+  load_keys(head.in->q, block.reader + kBlock * block.ld, block.rstd_q);
+  if (block.form.reads_early()) load_keys(transition.reader, block.reader, block.rstd_reader);
+  if (twice) load_rows(head.in->k, head.batch, token, head.key_head, n, 0, head.K, block.k2, block.ld, kBlock);
   load_beta(head, token, n, block.beta);
   load_decay(head, token, n, block);
 }
 
 // The chunk form's reads and writes: running products of the decays from the left (exp(gamma_i), token i's own decay
-// included) and from the right (exp(gamma_n - gamma_i), its own not). One decay per head: also the factors between
-// tokens, Lambda_ij = exp(gamma_i - gamma_j), by rows Lambda_i = exp(g_i) Lambda_{i-1} + e_i.
-HWY_INLINE void make_factors(Gate gate, Block& block) {
-  const int64_t ld = block.ld;
-  if (gate != Gate::kPerChannel) {
-    float left = 1, right = 1;
-    for (int64_t i = 0; i < kBlock; ++i) {
-      left *= block.decay[i];
-      block.read_scale[i] = left;
-    }
-    for (int64_t i = kBlock - 1; i >= 0; --i) {
-      block.write_scale[i] = right;
-      right *= block.decay[i];
-    }
-    block.total[0] = left;
-    for (int64_t v = 0; v < kBlock; v += kLanes) {
-      Vec row = zero();
-      for (int64_t i = 0; i < kBlock; ++i) {
-        row = fma(row, broadcast(block.decay[i]), load(kIdentity.rows + i * kBlock + v));
-        store(row, block.lambda + i * kBlock + v);
-      }
-    }
-    return;
+// included; e_i of an early reader: not) and from the right (exp(gamma_n - gamma_i), its own not). One decay per head:
+// also the factors between tokens, Lambda_ij = exp(gamma_i - gamma_j), by rows Lambda_i = exp(g_i) Lambda_{i-1} + e_i.
+HWY_INLINE void make_factors_per_head(Block& block) {
+  const bool early = block.form.reads_early();
+  float left = 1, right = 1;
+  for (int64_t i = 0; i < kBlock; ++i) {
+    const float before = left;
+    left *= block.decay[i];
+    block.read_scale[i] = left;
+    block.reader_scale[i] = early ? before : left;
   }
+  for (int64_t i = kBlock - 1; i >= 0; --i) {
+    block.write_scale[i] = right;
+    right *= block.decay[i];
+  }
+  block.total[0] = left;
+  for (int64_t v = 0; v < kBlock; v += kLanes) {
+    Vec row = zero();
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const Vec unit = load(kIdentity.rows + i * kBlock + v);
+      const Vec before = row;
+      row = fma(row, broadcast(block.decay[i]), unit);
+      store(row, block.lambda + i * kBlock + v);
+      store(early ? before : hn::Sub(row, unit), block.strict + i * kBlock + v);
+    }
+  }
+}
+
+HWY_INLINE void make_factors_per_channel(Block& block) {
+  const int64_t ld = block.ld;
+  const bool early = block.form.reads_early(), corrects = block.form.corrects();
   for (int64_t d = 0; d < ld; d += kLanes) {
     Vec left = broadcast(1.0f), right = broadcast(1.0f);
     for (int64_t i = 0; i < kBlock; ++i) {
       const int64_t at = i * ld + d;
+      const Vec before = left;
       left = hn::Mul(left, load(block.decay + at));
       store(left, block.read_factor + at);
-      store(hn::Mul(load(block.k + at), left), block.read + at);
+      if (corrects) store(hn::Mul(load(block.reader + at), early ? before : left), block.read + at);
       store(hn::Mul(load(block.q() + at), left), block.read + kBlock * ld + at);
     }
     store(left, block.total + d);
@@ -248,41 +325,44 @@ HWY_INLINE void make_factors(Gate gate, Block& block) {
       const int64_t at = i * ld + d;
       store(right, block.write_factor + at);
       store(hn::Mul(load(block.k + at), right), block.write + at);
+      if (block.k2 != nullptr) store(hn::Mul(load(block.k2 + at), right), block.write2 + at);
       right = hn::Mul(right, load(block.decay + at));
     }
   }
-  for (int64_t i = 0; i < kBlock; ++i) block.read_scale[i] = block.write_scale[i] = 1;
+  for (int64_t i = 0; i < kBlock; ++i) block.reader_scale[i] = block.read_scale[i] = block.write_scale[i] = 1;
 }
 
-// One decay per head:  A_ij = beta_i (k_i . k_j) Lambda_ij (i > j),  P_ij = (q_i . k_j) Lambda_ij (i >= j).
-HWY_INLINE void make_pairs_per_head(Block& block) {
-  product<Columns, Start::kZero>({.rows = 2 * kBlock,
+// One decay per head:  A_ij = beta_i (reader_i . k_j) Lambda'_ij (i > j),  P_ij = (q_i . k_j) Lambda_ij (i >= j), for
+// the keys that are given transposed. Without a correction A is 0.
+HWY_INLINE void make_pairs_per_head(const Block& block, const float* key_columns, int64_t key_stride, float* pairs) {
+  const int64_t first = block.first_read();
+  product<Columns, Start::kZero>({.rows = 2 * kBlock - first,
                                   .columns = kBlock,
                                   .depth = block.ld,
-                                  .a = block.read_columns,
+                                  .a = block.read_columns + first,
                                   .a_stride = 2 * kBlock,
-                                  .b = block.read_columns,
-                                  .b_stride = 2 * kBlock,
-                                  .c_in = block.pairs,
-                                  .c_out = block.pairs,
+                                  .b = key_columns,
+                                  .b_stride = key_stride,
+                                  .c_in = pairs,
+                                  .c_out = pairs + first * kBlock,
                                   .c_stride = kBlock});
+  std::memset(pairs, 0, static_cast<size_t>(first * kBlock) * sizeof(float));
   for (int64_t i = 0; i < kBlock; ++i) {
     for (int64_t v = 0; v < kBlock; v += kLanes) {
-      const Vec lambda = load(block.lambda + i * kBlock + v);
-      const Vec strict = hn::Sub(lambda, load(kIdentity.rows + i * kBlock + v));
-      float* a = block.pairs + i * kBlock + v;
+      float* a = pairs + i * kBlock + v;
       float* p = a + kBlock * kBlock;
-      store(hn::Mul(hn::Mul(broadcast(block.beta[i]), load(a)), strict), a);
-      store(hn::Mul(load(p), lambda), p);
+      store(hn::Mul(hn::Mul(broadcast(block.beta[i]), load(a)), load(block.strict + i * kBlock + v)), a);
+      store(hn::Mul(load(p), load(block.lambda + i * kBlock + v)), p);
     }
   }
 }
 
 // One decay per channel, rows i and i + 1 (i even). Column j of row d of the running keys is
 // k_jd exp(gamma_{i-1,d} - gamma_jd) for j < i and 0 beyond. For each row they are multiplied by exp(g_i), joined by
-// token i's own key, and then dotted with k_i and q_i. Only the first kVecs vectors of tokens are not 0 yet.
-template <int kVecs>
-HWY_INLINE void make_pairs_per_channel_rows(int64_t i, int64_t K, Block& block) {
+// token i's own key, and then dotted with q_i; with reader_i after or, early, before that. Only the first kVecs vectors
+// of tokens are not 0 yet.
+template <int kVecs, bool kCorrects, bool kEarly>
+HWY_INLINE void make_pairs_per_channel_rows(const Block& block, int64_t i, int64_t K, const float* keys, float* pairs) {
   Vec a0[kVecs], a1[kVecs], p0[kVecs], p1[kVecs];
   FW_UNROLL
   for (int n = 0; n < kVecs; ++n) a0[n] = a1[n] = p0[n] = p1[n] = zero();
@@ -294,29 +374,35 @@ HWY_INLINE void make_pairs_per_channel_rows(int64_t i, int64_t K, Block& block) 
     unit0[n] = load(kIdentity.rows + i * kBlock + n * kLanes);
     unit1[n] = load(kIdentity.rows + (i + 1) * kBlock + n * kLanes);
   }
-  const float* k = block.k + i * block.ld;
+  const float* k = keys + i * block.ld;
+  const float* reader = block.reader + i * block.ld;
   const float* q = block.q() + i * block.ld;
   const float* decay = block.decay + i * block.ld;
   for (int64_t d = 0; d < K; ++d) {
     const Vec k0 = broadcast(k[d]), k1 = broadcast(k[block.ld + d]);
     const Vec q0 = broadcast(q[d]), q1 = broadcast(q[block.ld + d]);
     const Vec decay0 = broadcast(decay[d]), decay1 = broadcast(decay[block.ld + d]);
+    // The same registers where the reader is the key.
+    const Vec reader0 = kEarly ? broadcast(reader[d]) : k0, reader1 = kEarly ? broadcast(reader[block.ld + d]) : k1;
     float* running = block.running_keys + d * kBlock;
     FW_UNROLL
     for (int n = 0; n < kVecs; ++n) {
-      Vec r = hn::Mul(load(running + n * kLanes), decay0);
+      Vec r = load(running + n * kLanes);
+      if (kCorrects && kEarly) a0[n] = fma(reader0, r, a0[n]);
+      r = hn::Mul(r, decay0);
       if (n >= kFirstOwn) r = fma(k0, unit0[n], r);
-      a0[n] = fma(k0, r, a0[n]);
+      if (kCorrects && !kEarly) a0[n] = fma(reader0, r, a0[n]);
       p0[n] = fma(q0, r, p0[n]);
+      if (kCorrects && kEarly) a1[n] = fma(reader1, r, a1[n]);
       r = hn::Mul(r, decay1);
       if (n >= kFirstOwn) r = fma(k1, unit1[n], r);
-      a1[n] = fma(k1, r, a1[n]);
+      if (kCorrects && !kEarly) a1[n] = fma(reader1, r, a1[n]);
       p1[n] = fma(q1, r, p1[n]);
       store(r, running + n * kLanes);
     }
   }
   const Vec beta0 = broadcast(block.beta[i]), beta1 = broadcast(block.beta[i + 1]);
-  float* a = block.pairs + i * kBlock;
+  float* a = pairs + i * kBlock;
   float* p = a + kBlock * kBlock;
   FW_UNROLL
   for (int n = 0; n < kVecs; ++n) {
@@ -333,42 +419,68 @@ HWY_INLINE void make_pairs_per_channel_rows(int64_t i, int64_t K, Block& block) 
   }
 }
 
-HWY_INLINE void make_pairs_per_channel(int64_t K, Block& block) {
+template <bool kCorrects, bool kEarly>
+HWY_INLINE void make_pairs_per_channel(const Block& block, int64_t K, const float* keys, float* pairs) {
   std::memset(block.running_keys, 0, static_cast<size_t>(block.ld * kBlock) * sizeof(float));
   for (int64_t i = 0; i < kBlock; i += 2) {
     if (2 * (i + 2) <= kBlock && kTokenVecs >= 2) {
-      make_pairs_per_channel_rows<(kTokenVecs + 1) / 2>(i, K, block);
+      make_pairs_per_channel_rows<(kTokenVecs + 1) / 2, kCorrects, kEarly>(block, i, K, keys, pairs);
     } else {
-      make_pairs_per_channel_rows<kTokenVecs>(i, K, block);
+      make_pairs_per_channel_rows<kTokenVecs, kCorrects, kEarly>(block, i, K, keys, pairs);
     }
   }
 }
 
+HWY_INLINE void make_pairs_per_channel(const Block& block, int64_t K) {
+  switch (block.form.correction) {
+    case Correction::kNone:
+      return make_pairs_per_channel<false, false>(block, K, block.k, block.pairs);
+    case Correction::kLowRank:
+      make_pairs_per_channel<true, true>(block, K, block.k, block.pairs);
+      return make_pairs_per_channel<true, true>(block, K, block.k2, block.pairs2);
+    case Correction::kKey:
+    case Correction::kFeedback:  // has one decay per head
+      return make_pairs_per_channel<true, false>(block, K, block.k, block.pairs);
+  }
+}
+
 // What the chunk form needs of a loaded block: factors, reads and writes, and unless they are there already, A and P.
-HWY_INLINE void prepare_block(Gate gate, int64_t K, Block& block, bool has_pairs = false) {
-  make_factors(gate, block);
-  transpose(block.read, block.ld, 2 * kBlock, block.ld, block.read_columns, 2 * kBlock);
-  if (has_pairs) return;
-  if (gate == Gate::kPerChannel) {
-    make_pairs_per_channel(K, block);
+HWY_INLINE void prepare_block(int64_t K, Block& block, bool has_pairs = false) {
+  const int64_t ld = block.ld, first = block.first_read();
+  const bool per_channel = block.form.per_channel();
+  if (per_channel) {
+    make_factors_per_channel(block);
   } else {
-    make_pairs_per_head(block);
+    make_factors_per_head(block);
+  }
+  transpose(block.read + first * ld, ld, 2 * kBlock - first, ld, block.read_columns + first, 2 * kBlock);
+  if (!per_channel && block.key_columns != block.read_columns) {
+    transpose(block.k, ld, kBlock, ld, block.key_columns, kBlock);
+    if (block.k2 != nullptr) transpose(block.k2, ld, kBlock, ld, block.key_columns2, kBlock);
+  }
+  if (has_pairs) return;
+  if (per_channel) {
+    make_pairs_per_channel(block, K);
+  } else {
+    make_pairs_per_head(block, block.key_columns, block.key_stride, block.pairs);
+    if (block.k2 != nullptr) make_pairs_per_head(block, block.key_columns2, kBlock, block.pairs2);
   }
 }
 
 // Panel products of the chunk form; a panel is kPanel value columns of all K rows, [ld][kPanel].
 
-// X = reads of the panel by `rows` rows (16: k alone; 32: k and q).
-HWY_INLINE void read_panel(const Block& block, int64_t rows, const float* S, float* X, RowPrefetcher& prefetcher) {
+// X = reads of the panel by rows [first, first + rows) of the 32; X is [32][kPanel].
+HWY_INLINE void read_panel(const Block& block, int64_t first, int64_t rows, const float* S, float* X,
+                           RowPrefetcher& prefetcher) {
   product<Columns, Start::kZero>({.rows = rows,
                                   .columns = kPanel,
                                   .depth = block.ld,
-                                  .a = block.read_columns,
+                                  .a = block.read_columns + first,
                                   .a_stride = 2 * kBlock,
                                   .b = S,
                                   .b_stride = kPanel,
                                   .c_in = X,
-                                  .c_out = X,
+                                  .c_out = X + first * kPanel,
                                   .c_stride = kPanel,
                                   .prefetcher = &prefetcher});
 }
@@ -383,7 +495,7 @@ HWY_INLINE void solve_panel(const Block& block, const float* X, const float* v, 
     for (int m = 0; m < 4; ++m) {
       const int64_t i = top + m;
       const Vec beta = broadcast(block.beta[i]);
-      const Vec scale = broadcast(block.read_scale[i]);
+      const Vec scale = broadcast(block.reader_scale[i]);
       FW_UNROLL
       for (int c = 0; c < 2; ++c) {
         const Vec x = load(X + i * kPanel + c * kLanes);
@@ -413,11 +525,35 @@ HWY_INLINE void solve_panel(const Block& block, const float* X, const float* v, 
   }
 }
 
-// S_out = diag(total) S_in + write^T R; the per-head write scales go into R's rows first.
-HWY_INLINE void write_panel(Gate gate, const Block& block, const float* S_in, const float* R, float* S_out,
-                            RowPrefetcher& prefetcher) {
+// R of one panel from the reads of its correction, or from nothing but v.
+HWY_INLINE void correct_panel(const Block& block, const float* X, const float* v, int64_t v_stride, float* R) {
+  if (!block.form.corrects()) {
+    for (int64_t i = 0; i < kBlock; ++i) {
+      store(load(v + i * v_stride), R + i * kPanel);
+      store(load(v + i * v_stride + kLanes), R + i * kPanel + kLanes);
+    }
+  } else if (block.form.writes_twice()) {
+    alignas(64) float read[kBlock * kPanel];  // A2 v
+    product<Rows<kBlock>, Start::kZero>({.rows = kBlock,
+                                         .columns = kPanel,
+                                         .depth = kBlock,
+                                         .a = block.pairs2,
+                                         .b = v,
+                                         .b_stride = v_stride,
+                                         .c_in = read,
+                                         .c_out = read,
+                                         .c_stride = kPanel});
+    solve_panel(block, X, read, kPanel, R);
+  } else {
+    solve_panel(block, X, v, v_stride, R);
+  }
+}
+
+// S_out = diag(total) S_in + write^T R (+ write2^T v); the per-head write scales go into R's rows first.
+HWY_INLINE void write_panel(const Block& block, const float* S_in, const float* R, const float* v, int64_t v_stride,
+                            float* S_out, RowPrefetcher& prefetcher) {
   alignas(64) float scaled[kBlock * kPanel];
-  if (gate == Gate::kPerHead) {
+  if (block.form.gate == Gate::kPerHead) {
     for (int64_t i = 0; i < kBlock; ++i) {
       const Vec w = broadcast(block.write_scale[i]);
       store(hn::Mul(w, load(R + i * kPanel)), scaled + i * kPanel);
@@ -438,6 +574,17 @@ HWY_INLINE void write_panel(Gate gate, const Block& block, const float* S_in, co
                                    .decay = block.total,
                                    .decay_stride = block.total_stride,
                                    .prefetcher = &prefetcher});
+  if (block.k2 == nullptr) return;
+  product<Columns, Start::kAdd>({.rows = block.ld,
+                                 .columns = kPanel,
+                                 .depth = kBlock,
+                                 .a = block.write2,
+                                 .a_stride = block.ld,
+                                 .b = v,
+                                 .b_stride = v_stride,
+                                 .c_in = S_out,
+                                 .c_out = S_out,
+                                 .c_stride = kPanel});
 }
 
 }  // namespace fastweight::cpu::HWY_NAMESPACE

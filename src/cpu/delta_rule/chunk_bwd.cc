@@ -16,6 +16,16 @@
 // other terms in and cancels them: under strong decay only their rounding errors remain.) Per channel the inner
 // products stay open.
 //
+// For GLA, Comba and DPLR read k in the products of readings as the block's reader, with its own factors e and
+// exp(gamma_i - gamma_j) (block-inl.h); their dk, dg and the rest are made of the same terms:
+//
+//     an early reader (Comba, DPLR) is not under its token's decay: its terms of M, a count for i > m alone, and its
+//         gradient beta (e X + rows(dA, k)) stands for itself;
+//     a second write (DPLR) has dA2 = -slower(Y v^T), dP2 = lower(do v^T), which add to the rows of reader and q as dA
+//     and
+//         dP do; dk2 = cols(dP2, q) + cols(dA2, beta a) + w (v G^T), and dv = A2^T (beta Y) + P2^T do + w (k2 G);
+//     no reader (GLA): A = 0, Y = dR = dv.
+//
 // G's last line needs no W: W^T dR = (beta e k)^T Y. The states before the blocks are recomputed: once over the
 // sequence, keeping one state per chunk, A, P and R, then within each chunk from its first state and R.
 
@@ -94,10 +104,18 @@ class ChunkKernel : public UnitKernel {
   void carve(Carver& carver, const DeltaRuleBackwardProblem& problem, int64_t ld, int64_t panels, int64_t longest) {
     const DeltaRuleOptions& options = problem.args.options;
     carve_unit(carver, problem, ld, panels, longest);
-    for (int64_t b = 0; b < options.chunk_size / kBlock; ++b) blocks_[b].carve(carver, options.gate, ld);
+    for (int64_t b = 0; b < options.chunk_size / kBlock; ++b) blocks_[b].carve(carver, form_of(problem), ld);
     const int64_t kept = saved_ ? options.chunk_size : round_up(longest, kBlock);
     R_ = carver.take<float>(kept * panels * kPanel);
     pairs_ = carver.take<float>(kept * 2 * kBlock);
+    if (form_of(problem).writes_twice()) {
+      pairs2_ = carver.take<float>(kept * 2 * kBlock);
+      mixed_ = carver.take<float>(2 * kBlock * kPanel);
+      v_columns_ = carver.take<float>(kBlock * panels * kPanel);
+      pair_gradients2_ = carver.take<float>(2 * kBlock * kBlock);
+      write_columns2_ = carver.take<float>(kBlock * ld);
+      writing2_ = carver.take<float>(kBlock * ld);
+    }
     X_ = carver.take<float>(kBlock * kPanel);
     Yd_ = carver.take<float>(2 * kBlock * kPanel);
     scaled_ = carver.take<float>(2 * kBlock * kPanel);
@@ -119,7 +137,6 @@ class ChunkKernel : public UnitKernel {
                      const Item& item) {
     open_unit(problem, head, sequence, item);
     if (saved_ || sequence.length == 0) return;
-    const Gate gate = problem.args.options.gate;
     const int64_t chunk_size = problem.args.options.chunk_size;
     load_initial_state(states_);
     float* running = block_states_;
@@ -128,18 +145,18 @@ class ChunkKernel : public UnitKernel {
       const int64_t token = sequence.begin + t;
       const int64_t next = t + kBlock;
       Block& block = blocks_[0];
-      block.pairs = pairs_ + t * 2 * kBlock;
+      place_pairs(t, block);
       load_block(head, token, std::min(kBlock, sequence.length - t), block);
-      prepare_block(gate, head.K, block);
+      prepare_block(head.K, block);
       load_values(token, block.n);
       prefetch_forward(token);
       float* S_out = next % chunk_size == 0 ? states_ + next / chunk_size * state_size_ : running;
       for (int64_t p = 0; p < item.panels; ++p) {
         const int64_t at = p * ld_ * kPanel;
         float* R = R_ + t * stride_ + p * kBlock * kPanel;
-        read_panel(block, kBlock, S_in + at, X_, prefetcher_);
-        solve_panel(block, X_, v_ + p * kPanel, stride_, R);
-        if (next < sequence.length) write_panel(gate, block, S_in + at, R, S_out + at, prefetcher_);
+        const float* v = v_ + p * kPanel;
+        make_R(block, S_in + at, v, R);
+        if (next < sequence.length) write_panel(block, S_in + at, R, v, stride_, S_out + at, prefetcher_);
       }
       S_in = S_out;
     }
@@ -147,7 +164,6 @@ class ChunkKernel : public UnitKernel {
 
   // Loads the chunk's blocks and brings the states before each of them into block_states_; the first stays where it is.
   int64_t open_chunk(int64_t chunk) {
-    const Gate gate = problem_->args.options.gate;
     const int64_t first = chunk_begin(chunk);
     const int64_t tokens = chunk_tokens(chunk);
     const int64_t count = round_up(tokens, kBlock) / kBlock;
@@ -158,18 +174,18 @@ class ChunkKernel : public UnitKernel {
       Block& block = blocks_[b];
       const int64_t token = sequence_->begin + first + b * kBlock;
       load_block(*head_, token, std::min(kBlock, tokens - b * kBlock), block);
-      block.pairs = pairs_ + ((saved_ ? 0 : first) + b * kBlock) * 2 * kBlock;
-      prepare_block(gate, head_->K, block, !saved_);
-      if (saved_) load_values(token, block.n);
+      place_pairs((saved_ ? 0 : first) + b * kBlock, block);
+      prepare_block(head_->K, block, !saved_);
+      if (saved_ || block.k2 != nullptr) load_values(token, block.n);
       for (int64_t p = 0; p < item_.panels; ++p) {
         const int64_t at = p * ld_ * kPanel;
         const float* S = state_before(b) + at;
+        const float* v = v_ + p * kPanel;
         float* R = block_R(b) + p * kBlock * kPanel;
-        if (saved_) {
-          read_panel(block, kBlock, S, X_, prefetcher_);
-          solve_panel(block, X_, v_ + p * kPanel, stride_, R);
+        if (saved_) make_R(block, S, v, R);
+        if (b + 1 < count) {
+          write_panel(block, S, R, v, stride_, block_states_ + (b + 1) * state_size_ + at, prefetcher_);
         }
-        if (b + 1 < count) write_panel(gate, block, S, R, block_states_ + (b + 1) * state_size_ + at, prefetcher_);
       }
     }
     return count;
@@ -196,22 +212,36 @@ class ChunkKernel : public UnitKernel {
   }
 
  private:
+  // A and P of the block at `row` of the sequence, or of the chunk, lie where they are kept.
+  void place_pairs(int64_t row, Block& block) const {
+    block.pairs = pairs_ + row * 2 * kBlock;
+    if (block.k2 != nullptr) block.pairs2 = pairs2_ + row * 2 * kBlock;
+  }
+
+  void make_R(const Block& block, const float* S, const float* v, float* R) {
+    if (block.form.corrects()) read_panel(block, 0, kBlock, S, X_, prefetcher_);
+    correct_panel(block, X_, v, stride_, R);
+  }
+
   const float* state_before(int64_t b) const { return b == 0 ? first_state_ : block_states_ + b * state_size_; }
   float* block_R(int64_t b) const { return chunk_R_ + b * kBlock * stride_; }
 
   // Panel by panel: Y, dv, Y . v, the pair products with R, and the rows that go into states and keys later.
   void value_gradients(const Block& block, const float* S, const float* R) {
     const Gate gate = problem_->args.options.gate;
+    const int64_t first = block.first_read();
     alignas(64) float dots[kBlock * kLanes] = {};
     std::memset(pair_gradients_, 0, 2 * kBlock * kBlock * sizeof(float));
+    if (block.k2 != nullptr) std::memset(pair_gradients2_, 0, 2 * kBlock * kBlock * sizeof(float));
     if (gate != Gate::kNone) {
       std::memset(overlap_, 0, static_cast<size_t>(gate == Gate::kPerChannel ? ld_ * kLanes : kLanes) * sizeof(float));
     }
-    // Without per-channel factors a write is a read without its scale.
+    // Without per-channel factors a write is a key without its scale.
     const bool own_writes = gate == Gate::kPerChannel;
-    const float* write_columns = own_writes ? write_columns_ : block.read_columns;
-    const int64_t write_stride = own_writes ? kBlock : 2 * kBlock;
+    const float* write_columns = own_writes ? write_columns_ : block.key_columns;
+    const int64_t write_stride = own_writes ? kBlock : block.key_stride;
     if (own_writes) transpose(block.write, ld_, kBlock, ld_, write_columns_, kBlock);
+    if (block.k2 != nullptr) transpose(block.write2, ld_, kBlock, ld_, write_columns2_, kBlock);
     for (int64_t p = 0; p < item_.panels; ++p) {
       const float* G_p = G + p * ld_ * kPanel;
       const float* R_p = R + p * kBlock * kPanel;
@@ -231,6 +261,7 @@ class ChunkKernel : public UnitKernel {
       float* writes = writes_ + p * 2 * kBlock * kPanel;
       for (int64_t i = 0; i < kBlock; ++i) {
         const Vec beta = broadcast(block.beta[i]);
+        const Vec reader_scale = broadcast(block.reader_scale[i]);
         const Vec scale = broadcast(block.read_scale[i]);
         Vec dot = load(dots + i * kLanes);
         for (int64_t c = 0; c < kPanel; c += kLanes) {
@@ -241,7 +272,7 @@ class ChunkKernel : public UnitKernel {
           dot = fma(y, load(v_ + i * stride_ + p * kPanel + c), dot);
           store(hn::Mul(beta, y), dv_ + i * stride_ + p * kPanel + c);
           store(o, Yd_ + at_o);
-          const Vec scaled_y = hn::Neg(hn::Mul(scale, y));
+          const Vec scaled_y = hn::Neg(hn::Mul(reader_scale, y));
           const Vec scaled_o = hn::Mul(scale, o);
           store(scaled_y, scaled_ + at);
           store(scaled_o, scaled_ + at_o);
@@ -252,19 +283,60 @@ class ChunkKernel : public UnitKernel {
       }
       transpose(scaled_, kPanel, 2 * kBlock, kPanel, scaled_columns_ + p * kPanel * 2 * kBlock, 2 * kBlock);
       transpose(R_p, kPanel, kBlock, kPanel, R_columns_ + p * kPanel * kBlock, kBlock);
-      product<Rows<kPanel>, Start::kAdd>({.rows = 2 * kBlock,
-                                          .columns = kBlock,
-                                          .depth = kPanel,
-                                          .a = Yd_,
-                                          .b = R_columns_ + p * kPanel * kBlock,
-                                          .b_stride = kBlock,
-                                          .c_in = pair_gradients_,
-                                          .c_out = pair_gradients_,
-                                          .c_stride = kBlock});
+      add_pair_gradients(first, R_columns_ + p * kPanel * kBlock, pair_gradients_);
+      if (block.k2 != nullptr) second_value_gradients(block, p, G_p);
       if (gate == Gate::kPerHead) add_overlap<0>(S + p * ld_ * kPanel, G_p);
       if (gate == Gate::kPerChannel) add_overlap<kLanes>(S + p * ld_ * kPanel, G_p);
     }
     for (int64_t i = 0; i < kBlock; ++i) gradients.dbeta[i] = sum_of_lanes(load(dots + i * kLanes));
+  }
+
+  // [Y; do] R^T of one panel, R transposed; rows [first, 32).
+  void add_pair_gradients(int64_t first, const float* R_columns, float* pair_gradients) const {
+    product<Rows<kPanel>, Start::kAdd>({.rows = 2 * kBlock - first,
+                                        .columns = kBlock,
+                                        .depth = kPanel,
+                                        .a = Yd_ + first * kPanel,
+                                        .b = R_columns,
+                                        .b_stride = kBlock,
+                                        .c_in = pair_gradients + first * kBlock,
+                                        .c_out = pair_gradients + first * kBlock,
+                                        .c_stride = kBlock});
+  }
+
+  // The second write's share of one panel: v's pair products, and dv = A2^T (beta Y) + P2^T do + w (k2 G) where dv_
+  // holds beta Y.
+  void second_value_gradients(const Block& block, int64_t p, const float* G_p) {
+    float* v_columns = v_columns_ + p * kPanel * kBlock;
+    transpose(v_ + p * kPanel, stride_, kBlock, kPanel, v_columns, kBlock);
+    add_pair_gradients(0, v_columns, pair_gradients2_);
+    float* dv = dv_ + p * kPanel;
+    for (int64_t i = 0; i < kBlock; ++i) {
+      for (int64_t c = 0; c < kPanel; c += kLanes) {
+        store(load(dv + i * stride_ + c), mixed_ + i * kPanel + c);
+        store(load(Yd_ + (kBlock + i) * kPanel + c), mixed_ + (kBlock + i) * kPanel + c);
+      }
+    }
+    product<Columns, Start::kZero>({.rows = kBlock,
+                                    .columns = kPanel,
+                                    .depth = ld_,
+                                    .a = write_columns2_,
+                                    .a_stride = kBlock,
+                                    .b = G_p,
+                                    .b_stride = kPanel,
+                                    .c_in = dv,
+                                    .c_out = dv,
+                                    .c_stride = stride_});
+    product<Columns, Start::kAdd>({.rows = kBlock,
+                                   .columns = kPanel,
+                                   .depth = 2 * kBlock,
+                                   .a = block.pairs2,
+                                   .a_stride = kBlock,
+                                   .b = mixed_,
+                                   .b_stride = kPanel,
+                                   .c_in = dv,
+                                   .c_out = dv,
+                                   .c_stride = stride_});
   }
 
   // overlap += S * G by rows (kStep = kLanes) or altogether (kStep = 0).
@@ -288,40 +360,30 @@ class ChunkKernel : public UnitKernel {
 
   // Sums over value columns: reading_ = -Y S^T and do S^T (with the per-head e), writing_ = R G^T. Then G's update.
   void state_gradients(const Block& block, const float* S) {
+    const int64_t first = block.first_read();
     product<Rows<kPanel>, Start::kZero>({.rows = ld_,
-                                         .columns = 2 * kBlock,
+                                         .columns = 2 * kBlock - first,
                                          .depth = kPanel,
                                          .segments = item_.panels,
                                          .a = S,
                                          .a_segment = ld_ * kPanel,
-                                         .b = scaled_columns_,
+                                         .b = scaled_columns_ + first,
                                          .b_stride = 2 * kBlock,
                                          .c_in = reading_columns_,
-                                         .c_out = reading_columns_,
+                                         .c_out = reading_columns_ + first,
                                          .c_stride = 2 * kBlock,
                                          .prefetcher = &prefetcher_});
-    product<Rows<kPanel>, Start::kZero>({.rows = ld_,
-                                         .columns = kBlock,
-                                         .depth = kPanel,
-                                         .segments = item_.panels,
-                                         .a = G,
-                                         .a_segment = ld_ * kPanel,
-                                         .b = R_columns_,
-                                         .b_stride = kBlock,
-                                         .c_in = writing_columns_,
-                                         .c_out = writing_columns_,
-                                         .c_stride = kBlock,
-                                         .prefetcher = &prefetcher_});
-    transpose(reading_columns_, 2 * kBlock, ld_, 2 * kBlock, reading_, ld_);
-    transpose(writing_columns_, kBlock, ld_, kBlock, writing_, ld_);
+    transpose(reading_columns_ + first, 2 * kBlock, ld_, 2 * kBlock - first, reading_ + first * ld_, ld_);
+    state_gradients_of_writes(R_columns_, writing_);
+    if (block.k2 != nullptr) state_gradients_of_writes(v_columns_, writing2_);
     for (int64_t p = 0; p < item_.panels; ++p) {
       float* G_p = G + p * ld_ * kPanel;
       product<Columns, Start::kDecay>({.rows = ld_,
                                        .columns = kPanel,
-                                       .depth = 2 * kBlock,
-                                       .a = block.read,
+                                       .depth = 2 * kBlock - first,
+                                       .a = block.read + first * ld_,
                                        .a_stride = ld_,
-                                       .b = writes_ + p * 2 * kBlock * kPanel,
+                                       .b = writes_ + (2 * kBlock * p + first) * kPanel,
                                        .b_stride = kPanel,
                                        .c_in = G_p,
                                        .c_out = G_p,
@@ -332,9 +394,26 @@ class ChunkKernel : public UnitKernel {
     }
   }
 
-  // One decay per head: rows and cols are products with dA * Lambda and dP * Lambda. On return
-  //     reading_ = e X + rows(dA, k), then dq;     writing_ = w (R G^T);     gradients.dk = cols(dP, q) + cols(dA, beta
-  //     k)
+  // writing = R G^T, R transposed.
+  void state_gradients_of_writes(const float* R_columns, float* writing) {
+    product<Rows<kPanel>, Start::kZero>({.rows = ld_,
+                                         .columns = kBlock,
+                                         .depth = kPanel,
+                                         .segments = item_.panels,
+                                         .a = G,
+                                         .a_segment = ld_ * kPanel,
+                                         .b = R_columns,
+                                         .b_stride = kBlock,
+                                         .c_in = writing_columns_,
+                                         .c_out = writing_columns_,
+                                         .c_stride = kBlock,
+                                         .prefetcher = &prefetcher_});
+    transpose(writing_columns_, kBlock, ld_, kBlock, writing, ld_);
+  }
+
+  // One decay per head: rows and cols are products with dA * Lambda' and dP * Lambda. On return
+  //     reading_ = e X + rows(dA, k), then dq;     writing_ = w (R G^T);
+  //     gradients.dk = cols(dP, q) + cols(dA, beta reader)
   // and gradients.dg is done.
   void pair_adjoint_per_head(const Block& block) {
     for (int64_t i = 0; i < kBlock; ++i) {
@@ -345,69 +424,82 @@ class ChunkKernel : public UnitKernel {
       }
     }
     if (problem_->args.options.gate == Gate::kPerHead) gate_gradient_per_head(block);
+    pair_products_per_head(block, block.k, pair_gradients_, gradients.dk);
+    // No operator with a second write has a decay per head: w = 1, and no gate gradient.
+    if (block.k2 != nullptr) pair_products_per_head(block, block.k2, pair_gradients2_, gradients.dk2);
+  }
+
+  // Adds rows(dA, k) and rows(dP, k) to reading_; dk = cols(dP, q) + cols(dA, beta reader). Overwrites the pairs.
+  void pair_products_per_head(const Block& block, const float* k, float* pair_gradients, float* dk) {
+    const int64_t first = block.first_read();
     for (int64_t i = 0; i < kBlock; ++i) {
       const Vec beta = broadcast(block.beta[i]);
       for (int64_t c = 0; c < kBlock; c += kLanes) {
         const int64_t a = i * kBlock + c;
         const int64_t p = a + kBlock * kBlock;
-        const Vec lambda = load(block.lambda + a);
-        const Vec strict = hn::Sub(lambda, load(kIdentity.rows + a));
-        const Vec dA = hn::Neg(hn::Mul(load(pair_gradients_ + a), strict));
-        const Vec dP = hn::Mul(load(pair_gradients_ + p), lambda);
-        store(dA, pair_gradients_ + a);
-        store(dP, pair_gradients_ + p);
+        const Vec dA = hn::Neg(hn::Mul(load(pair_gradients + a), load(block.strict + a)));
+        const Vec dP = hn::Mul(load(pair_gradients + p), load(block.lambda + a));
+        store(dA, pair_gradients + a);
+        store(dP, pair_gradients + p);
         store(hn::Mul(beta, dA), pair_factors_ + a);
         store(dP, pair_factors_ + p);
       }
     }
-    product<Rows<kBlock>, Start::kAdd>({.rows = 2 * kBlock,
+    product<Rows<kBlock>, Start::kAdd>({.rows = 2 * kBlock - first,
                                         .columns = ld_,
                                         .depth = kBlock,
-                                        .a = pair_gradients_,
-                                        .b = block.k,
+                                        .a = pair_gradients + first * kBlock,
+                                        .b = k,
                                         .b_stride = ld_,
-                                        .c_in = reading_,
-                                        .c_out = reading_,
+                                        .c_in = reading_ + first * ld_,
+                                        .c_out = reading_ + first * ld_,
                                         .c_stride = ld_});
     product<Columns, Start::kZero>({.rows = kBlock,
                                     .columns = ld_,
-                                    .depth = 2 * kBlock,
-                                    .a = pair_factors_,
+                                    .depth = 2 * kBlock - first,
+                                    .a = pair_factors_ + first * kBlock,
                                     .a_stride = kBlock,
-                                    .b = block.k,
+                                    .b = block.reader + first * ld_,
                                     .b_stride = ld_,
-                                    .c_in = gradients.dk,
-                                    .c_out = gradients.dk,
+                                    .c_in = dk,
+                                    .c_out = dk,
                                     .c_stride = ld_});
   }
 
   // From Y R^T and do R^T in pair_gradients_ and the state parts in reading_ and writing_.
   void gate_gradient_per_head(const Block& block) {
-    alignas(64) float a[kBlock], b[kBlock];
+    const bool early = block.form.reads_early(), corrects = block.form.corrects();
+    alignas(64) float a_reader[kBlock] = {}, a_q[kBlock], b[kBlock];
     for (int64_t i = 0; i < kBlock; ++i) {
-      Vec read_k = zero(), read_q = zero(), write = zero();
+      Vec read = zero(), read_q = zero(), write = zero();
       for (int64_t d = 0; d < ld_; d += kLanes) {
         const int64_t at = i * ld_ + d;
-        const Vec k = load(block.k + at);
-        read_k = fma(k, load(reading_ + at), read_k);
+        if (corrects) read = fma(load(block.reader + at), load(reading_ + at), read);
         read_q = fma(load(block.q() + at), load(reading_ + kBlock * ld_ + at), read_q);
-        write = fma(k, load(writing_ + at), write);
+        write = fma(load(block.k + at), load(writing_ + at), write);
       }
-      a[i] = sum_of_lanes(fma(broadcast(block.beta[i]), read_k, read_q));
+      if (corrects) a_reader[i] = block.beta[i] * sum_of_lanes(read);
+      a_q[i] = sum_of_lanes(read_q);
       b[i] = sum_of_lanes(write);
     }
-    // Row i of M summed from the left; then, for each m, column m - 1 of these sums over the rows i >= m.
+    // Row i of M summed from the left; then, for each m, column m - 1 of these sums over the rows i >= m, of an early
+    // reader over the rows i > m.
     alignas(64) float pairs[kBlock] = {};
     for (int64_t i = 1; i < kBlock; ++i) {
-      float sum = 0;
+      float sum = 0, sum_reader = 0;
       for (int64_t j = 0; j < i; ++j) {
         const int64_t at = i * kBlock + j;
-        sum += pair_gradients_[kBlock * kBlock + at] * block.P()[at] - pair_gradients_[at] * block.A()[at];
-        pairs[j + 1] += sum;
+        sum += pair_gradients_[kBlock * kBlock + at] * block.P()[at];
+        sum_reader -= pair_gradients_[at] * block.A()[at];
+        pairs[j + 1] += early && j + 1 == i ? sum : sum + sum_reader;
       }
     }
     float reads = 0, writes = block.total[0] * sum_of_lanes(load(overlap_));
-    for (int64_t m = kBlock - 1; m >= 0; --m) gradients.dg[m] = pairs[m] + (reads += a[m]);
+    for (int64_t m = kBlock - 1; m >= 0; --m) {
+      reads += early ? a_q[m] : a_q[m] + a_reader[m];
+      gradients.dg[m] = pairs[m] + reads;
+      if (early) reads += a_reader[m];
+    }
     for (int64_t m = 0; m < kBlock; ++m) {
       gradients.dg[m] += writes;
       writes += b[m];
@@ -417,59 +509,104 @@ class ChunkKernel : public UnitKernel {
   // One decay per channel, the same on return. The factors exp(gamma_i - gamma_j) run along each column j of pairs; no
   // quotient of exponentials is formed.
   void pair_adjoint_per_channel(const Block& block) {
-    for (int64_t d = 0; d < ld_; d += kLanes) {
-      scale_and_start_gate(block, d);
-      for (int64_t j = 0; j < block.n; ++j) {
-        const int64_t at_j = j * ld_ + d;
-        const Vec k_j = load(block.k + at_j);
-        const Vec diagonal = broadcast(pair_gradients_[(kBlock + j) * kBlock + j]);
-        float* dq_j = reading_ + kBlock * ld_ + at_j;
-        store(fma(diagonal, k_j, load(dq_j)), dq_j);
-        alignas(64) float factors[kBlock * kLanes];
-        Vec factor = broadcast(1.0f);
-        for (int64_t i = j + 1; i < block.n; ++i) {
-          factor = hn::Mul(factor, load(block.decay + i * ld_ + d));
-          store(factor, factors + i * kLanes);
-        }
-        Vec column = hn::Mul(diagonal, load(block.q() + at_j));
-        Vec crossing = zero();  // sum over i >= m of M_ij
-        for (int64_t i = block.n - 1; i > j; --i) {
-          const int64_t at = i * ld_ + d;
-          const Vec f = load(factors + i * kLanes);
-          const Vec key = hn::Mul(f, k_j);
-          const Vec dA = broadcast(-pair_gradients_[i * kBlock + j]);
-          const Vec dP = broadcast(pair_gradients_[(kBlock + i) * kBlock + j]);
-          float* reading = reading_ + at;
-          float* dq = reading + kBlock * ld_;
-          store(fma(dA, key, load(reading)), reading);
-          store(fma(dP, key, load(dq)), dq);
-          const Vec beta_k = hn::Mul(broadcast(block.beta[i]), load(block.k + at));
-          const Vec x = fma(dP, load(block.q() + at), hn::Mul(dA, beta_k));
-          column = fma(f, x, column);
-          crossing = fma(key, x, crossing);
-          float* dg = gradients.dg + at;
-          store(hn::Add(load(dg), crossing), dg);
-        }
-        store(column, gradients.dk + at_j);
-      }
-      for (int64_t j = block.n; j < kBlock; ++j) store(zero(), gradients.dk + j * ld_ + d);
+    switch (block.form.correction) {
+      case Correction::kNone:
+        return pair_adjoint_per_channel<false, false>(block);
+      case Correction::kLowRank:
+        return pair_adjoint_per_channel<true, true>(block);
+      case Correction::kKey:
+      case Correction::kFeedback:  // has one decay per head
+        return pair_adjoint_per_channel<true, false>(block);
     }
   }
 
+  template <bool kCorrects, bool kEarly>
+  void pair_adjoint_per_channel(const Block& block) {
+    for (int64_t d = 0; d < ld_; d += kLanes) {
+      scale_and_start_gate<kCorrects, kEarly>(block, d);
+      pair_products_per_channel<kCorrects, kEarly>(block, d, block.k, pair_gradients_, gradients.dk);
+      if (kEarly) pair_products_per_channel<kCorrects, kEarly>(block, d, block.k2, pair_gradients2_, gradients.dk2);
+    }
+  }
+
+  // As pair_products_per_head for channels d .. d + kLanes - 1; adds the pairs' terms to gradients.dg.
+  template <bool kCorrects, bool kEarly>
+  HWY_INLINE void pair_products_per_channel(const Block& block, int64_t d, const float* k, const float* pair_gradients,
+                                            float* dk) {
+    for (int64_t j = 0; j < block.n; ++j) {
+      const int64_t at_j = j * ld_ + d;
+      const Vec k_j = load(k + at_j);
+      const Vec diagonal = broadcast(pair_gradients[(kBlock + j) * kBlock + j]);
+      float* dq_j = reading_ + kBlock * ld_ + at_j;
+      store(fma(diagonal, k_j, load(dq_j)), dq_j);
+      alignas(64) float factors[kBlock * kLanes];
+      Vec factor = broadcast(1.0f);
+      store(factor, factors + j * kLanes);
+      for (int64_t i = j + 1; i < block.n; ++i) {
+        factor = hn::Mul(factor, load(block.decay + i * ld_ + d));
+        store(factor, factors + i * kLanes);
+      }
+      Vec column = hn::Mul(diagonal, load(block.q() + at_j));
+      Vec crossing = zero();  // sum over i >= m of M_ij
+      for (int64_t i = block.n - 1; i > j; --i) {
+        const int64_t at = i * ld_ + d;
+        const Vec f = load(factors + i * kLanes);
+        const Vec key = hn::Mul(f, k_j);
+        const Vec dP = broadcast(pair_gradients[(kBlock + i) * kBlock + j]);
+        float* reading = reading_ + at;
+        float* dq = reading + kBlock * ld_;
+        float* dg = gradients.dg + at;
+        store(fma(dP, key, load(dq)), dq);
+        if constexpr (kCorrects && !kEarly) {
+          const Vec dA = broadcast(-pair_gradients[i * kBlock + j]);
+          store(fma(dA, key, load(reading)), reading);
+          const Vec beta_k = hn::Mul(broadcast(block.beta[i]), load(block.reader + at));
+          const Vec x = fma(dP, load(block.q() + at), hn::Mul(dA, beta_k));
+          column = fma(f, x, column);
+          crossing = fma(key, x, crossing);
+          store(hn::Add(load(dg), crossing), dg);
+        } else {
+          const Vec x = hn::Mul(dP, load(block.q() + at));
+          column = fma(f, x, column);
+          crossing = fma(key, x, crossing);
+          store(hn::Add(load(dg), crossing), dg);
+        }
+        if constexpr (kEarly) {
+          const Vec f_early = load(factors + (i - 1) * kLanes);
+          const Vec key_early = hn::Mul(f_early, k_j);
+          const Vec dA = broadcast(-pair_gradients[i * kBlock + j]);
+          store(fma(dA, key_early, load(reading)), reading);
+          const Vec x = hn::Mul(dA, hn::Mul(broadcast(block.beta[i]), load(block.reader + at)));
+          column = fma(f_early, x, column);
+          crossing = fma(key_early, x, crossing);
+        }
+      }
+      store(column, dk + at_j);
+    }
+    for (int64_t j = block.n; j < kBlock; ++j) store(zero(), dk + j * ld_ + d);
+  }
+
   // For channels d .. d + kLanes - 1: the factors e and w into reading_ and writing_, and the state parts of dg.
-  void scale_and_start_gate(const Block& block, int64_t d) {
+  template <bool kCorrects, bool kEarly>
+  HWY_INLINE void scale_and_start_gate(const Block& block, int64_t d) {
     Vec reads = zero();
     for (int64_t i = kBlock - 1; i >= 0; --i) {
       const int64_t at = i * ld_ + d;
       const int64_t at_q = at + kBlock * ld_;
       const Vec e = load(block.read_factor + at);
-      const Vec read_k = hn::Mul(e, load(reading_ + at));
+      Vec reader_term = zero();
+      if constexpr (kCorrects) {
+        const Vec e_reader = !kEarly ? e : i == 0 ? broadcast(1.0f) : load(block.read_factor + at - ld_);
+        const Vec read = hn::Mul(e_reader, load(reading_ + at));
+        store(read, reading_ + at);
+        reader_term = hn::Mul(hn::Mul(broadcast(block.beta[i]), load(block.reader + at)), read);
+      }
       const Vec read_q = hn::Mul(e, load(reading_ + at_q));
-      store(read_k, reading_ + at);
       store(read_q, reading_ + at_q);
-      const Vec beta_k = hn::Mul(broadcast(block.beta[i]), load(block.k + at));
-      reads = fma(load(block.q() + at), read_q, fma(beta_k, read_k, reads));
+      if (!kEarly) reads = hn::Add(reads, reader_term);
+      reads = fma(load(block.q() + at), read_q, reads);
       store(reads, gradients.dg + at);
+      if (kEarly) reads = hn::Add(reads, reader_term);
     }
     alignas(64) float overlap[kLanes];
     for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -479,27 +616,45 @@ class ChunkKernel : public UnitKernel {
     for (int64_t j = 0; j < kBlock; ++j) {
       const int64_t at = j * ld_ + d;
       store(hn::Add(load(gradients.dg + at), writes), gradients.dg + at);
-      const Vec write = hn::Mul(load(block.write_factor + at), load(writing_ + at));
+      const Vec w = load(block.write_factor + at);
+      const Vec write = hn::Mul(w, load(writing_ + at));
       store(write, writing_ + at);
       writes = fma(load(block.k + at), write, writes);
+      if constexpr (kEarly) {
+        const Vec write2 = hn::Mul(w, load(writing2_ + at));
+        store(write2, writing2_ + at);
+        writes = fma(load(block.k2 + at), write2, writes);
+      }
     }
   }
 
-  // Puts the parts together: dq, dk, dbeta.
+  // Puts the parts together: dq, dk, the reader's gradient, dbeta.
   void key_gradients(const Block& block) {
-    std::memcpy(gradients.dq, reading_ + kBlock * ld_, static_cast<size_t>(kBlock * ld_) * sizeof(float));
+    const size_t bytes = static_cast<size_t>(kBlock * ld_) * sizeof(float);
+    std::memcpy(gradients.dq, reading_ + kBlock * ld_, bytes);
+    add_rows(writing_, gradients.dk);
+    if (block.k2 != nullptr) add_rows(writing2_, gradients.dk2);
+    if (!block.form.corrects()) return;
+    const bool own = gradients.d_reader != nullptr;
     for (int64_t i = 0; i < kBlock; ++i) {
       const Vec beta = broadcast(block.beta[i]);
       Vec dbeta = zero();
       for (int64_t d = 0; d < ld_; d += kLanes) {
         const int64_t at = i * ld_ + d;
         const Vec read = load(reading_ + at);
-        dbeta = fma(read, load(block.k + at), dbeta);
-        const Vec write = hn::Add(load(gradients.dk + at), load(writing_ + at));
-        store(fma(beta, read, write), gradients.dk + at);
+        dbeta = fma(read, load(block.reader + at), dbeta);
+        if (own) {
+          store(hn::Mul(beta, read), gradients.d_reader + at);
+        } else {
+          store(fma(beta, read, load(gradients.dk + at)), gradients.dk + at);
+        }
       }
       gradients.dbeta[i] += sum_of_lanes(dbeta);
     }
+  }
+
+  void add_rows(const float* x, float* y) const {
+    for (int64_t i = 0; i < kBlock * ld_; i += kLanes) store(hn::Add(load(x + i), load(y + i)), y + i);
   }
 
   Block blocks_[kMostBlocks];
@@ -521,6 +676,14 @@ class ChunkKernel : public UnitKernel {
   float* reading_;          // [32][ld]
   float* writing_;          // [16][ld]
   float* overlap_;          // [ld][kLanes] per channel, else [kLanes]: lanes of <S, G>
+
+  // Of the second write.
+  float* pairs2_ = nullptr;           // as pairs_: A2 and P2
+  float* mixed_ = nullptr;            // [32][kPanel]: beta Y, then do
+  float* v_columns_ = nullptr;        // [panels * kPanel][16], v transposed
+  float* pair_gradients2_ = nullptr;  // [32][16]: Y v^T, then do v^T
+  float* write_columns2_ = nullptr;   // [ld][16]
+  float* writing2_ = nullptr;         // [16][ld]
 };
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {

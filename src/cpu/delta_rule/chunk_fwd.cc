@@ -12,9 +12,10 @@
 //     o  = scale (X_q + P R)
 //     S' = exp(gamma_n) S + (exp(gamma_n - gamma) k)^T R
 //
-// (per-channel gates put the exponentials inside the products). A, P and the scaled keys belong to the block;
-// everything else is done panel by panel of value columns, whose slice of S (8 KB at K = 128 on AVX2) is read from the
-// second-level cache once per block. Columns do not touch each other, so an item may own any range of panels.
+// (per-channel gates put the exponentials inside the products; what GLA, Comba and DPLR have instead of k, A and v is
+// in block-inl.h). A, P and the scaled keys belong to the block; everything else is done panel by panel of value
+// columns, whose slice of S (8 KB at K = 128 on AVX2) is read from the second-level cache once per block. Columns do
+// not touch each other, so an item may own any range of panels.
 
 #include <cstdint>
 #include <vector>
@@ -36,10 +37,22 @@ HWY_BEFORE_NAMESPACE();
 namespace fastweight::cpu::HWY_NAMESPACE {
 namespace {
 
-// o = scale (X_q + P R) for one panel, four rows at a time.
-HWY_INLINE void output_panel(const Block& block, float scale, const float* X_q, const float* R, float* o,
-                             int64_t o_stride) {
-  const float* P = block.P();
+// acc += P R for rows [top, top + 4).
+HWY_INLINE void add_lower_rows(const float* P, const float* R, int64_t stride, int64_t top, Vec (&acc)[4][2]) {
+  for (int64_t j = 0; j < top + 4; ++j) {
+    const Vec r0 = load(R + j * stride), r1 = load(R + j * stride + kLanes);
+    FW_UNROLL
+    for (int m = 0; m < 4; ++m) {
+      const Vec p = broadcast(P[(top + m) * kBlock + j]);
+      acc[m][0] = fma(p, r0, acc[m][0]);
+      acc[m][1] = fma(p, r1, acc[m][1]);
+    }
+  }
+}
+
+// o = scale (X_q + P R (+ P2 v)) for one panel, four rows at a time; v and o have the same stride.
+HWY_INLINE void output_panel(const Block& block, float scale, const float* X_q, const float* R, const float* v,
+                             float* o, int64_t stride) {
   const Vec s = broadcast(scale);
   FW_UNROLL
   for (int64_t top = 0; top < kBlock; top += 4) {
@@ -50,43 +63,38 @@ HWY_INLINE void output_panel(const Block& block, float scale, const float* X_q, 
       acc[m][0] = hn::Mul(read_scale, load(X_q + (top + m) * kPanel));
       acc[m][1] = hn::Mul(read_scale, load(X_q + (top + m) * kPanel + kLanes));
     }
-    for (int64_t j = 0; j < top + 4; ++j) {
-      const Vec r0 = load(R + j * kPanel), r1 = load(R + j * kPanel + kLanes);
-      FW_UNROLL
-      for (int m = 0; m < 4; ++m) {
-        const Vec p = broadcast(P[(top + m) * kBlock + j]);
-        acc[m][0] = fma(p, r0, acc[m][0]);
-        acc[m][1] = fma(p, r1, acc[m][1]);
-      }
-    }
+    add_lower_rows(block.P(), R, kPanel, top, acc);
+    if (block.pairs2 != nullptr) add_lower_rows(block.pairs2 + kBlock * kBlock, v, stride, top, acc);
     FW_UNROLL
     for (int m = 0; m < 4; ++m) {
-      store(hn::Mul(s, acc[m][0]), o + (top + m) * o_stride);
-      store(hn::Mul(s, acc[m][1]), o + (top + m) * o_stride + kLanes);
+      store(hn::Mul(s, acc[m][0]), o + (top + m) * stride);
+      store(hn::Mul(s, acc[m][1]), o + (top + m) * stride + kLanes);
     }
   }
 }
 
 void run_item(const DeltaRuleForwardProblem& problem, const Sequence& sequence, const Item& item,
               ForwardScratch& scratch) {
-  const DeltaRuleForward& args = problem.args;
-  const Gate gate = args.options.gate;
   const float scale = static_cast<float>(problem.scale);
-  const Head head = make_head(args.in, args.options, problem.sizes, sequence, item.value_head, scratch.bias);
+  const Head head = make_head(problem, sequence, item.value_head, scratch.bias);
   const ItemColumns columns(item, head.V);
   Block& block = scratch.block;
+  // The related families have no other form that a short block would have to agree with.
+  const int64_t fewest = block.form.correction == Correction::kKey ? kCrossoverTokens : 0;
+  const int64_t first = block.first_read();
   run_sequence(problem, sequence, item, head, scratch, [&](int64_t token, int64_t n) HWY_ATTR {
-    if (n < kCrossoverTokens) {
+    if (n < fewest) {
       run_block_by_tokens(head, token, scale, {scratch.S, kPanel, block.ld * kPanel}, item.panels, columns, scratch);
       return;
     }
-    prepare_block(gate, head.K, block);
+    prepare_block(head.K, block);
     for (int64_t p = 0; p < item.panels; ++p) {
       float* S = scratch.S + p * block.ld * kPanel;
-      read_panel(block, 2 * kBlock, S, scratch.X, scratch.prefetcher);
-      solve_panel(block, scratch.X, scratch.v + p * kPanel, columns.stride, scratch.R);
-      output_panel(block, scale, scratch.X + kBlock * kPanel, scratch.R, scratch.o + p * kPanel, columns.stride);
-      write_panel(gate, block, S, scratch.R, S, scratch.prefetcher);
+      const float* v = scratch.v + p * kPanel;
+      read_panel(block, first, 2 * kBlock - first, S, scratch.X, scratch.prefetcher);
+      correct_panel(block, scratch.X, v, columns.stride, scratch.R);
+      output_panel(block, scale, scratch.X + kBlock * kPanel, scratch.R, v, scratch.o + p * kPanel, columns.stride);
+      write_panel(block, S, scratch.R, v, columns.stride, S, scratch.prefetcher);
     }
   });
 }

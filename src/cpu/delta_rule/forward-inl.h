@@ -31,8 +31,8 @@ struct ForwardScratch {
   float* decayed;     // [16][ld], token by token
   float* prediction;  // [panels * kPanel], token by token
 
-  void carve(Carver& carver, Gate gate, int64_t ld, int64_t panels) {
-    block.carve(carver, gate, ld);
+  void carve(Carver& carver, Form form, int64_t ld, int64_t panels) {
+    block.carve(carver, form, ld);
     bias = carver.take<float>(std::max(ld, kBlock));
     S = carver.take<float>(panels * ld * kPanel);
     v = carver.take<float>(kBlock * panels * kPanel);
@@ -118,7 +118,7 @@ HWY_INLINE void run_sequence(const DeltaRuleForwardProblem& problem, const Seque
 template <class Problem, class RunItem>
 HWY_INLINE void run_items(const Problem& problem, const Context& context, RunItem run_item) {
   const DeltaRuleSizes& sizes = problem.sizes;
-  const Gate gate = problem.args.options.gate;
+  const Form form = form_of(problem);
   const int64_t ld = round_up(sizes.head_dim_k, kRowMultiple);
   const int64_t panels = round_up(sizes.head_dim_v, kPanel) / kPanel;
   const std::vector<Sequence> sequences =
@@ -129,13 +129,13 @@ HWY_INLINE void run_items(const Problem& problem, const Context& context, RunIte
       useful_threads(most_threads, static_cast<int64_t>(items.size()),
                      3 * sizes.batch * sizes.tokens * sizes.num_value_heads * sizes.head_dim_k * sizes.head_dim_v);
   Carver measure;
-  ForwardScratch().carve(measure, gate, ld, panels);
+  ForwardScratch().carve(measure, form, ld, panels);
   const Workspace workspace(context, measure.bytes() * static_cast<size_t>(threads));
   const FlushDenormals flush;
   parallel_for(static_cast<int64_t>(items.size()), threads, [&](int64_t i, int thread) HWY_ATTR {
     Carver carver(static_cast<char*>(workspace.data()) + measure.bytes() * static_cast<size_t>(thread));
     ForwardScratch scratch;
-    scratch.carve(carver, gate, ld, panels);
+    scratch.carve(carver, form, ld, panels);
     const Item& item = items[static_cast<size_t>(i)];
     run_item(problem, sequences[static_cast<size_t>(item.sequence)], item, scratch);
   });

@@ -41,9 +41,11 @@ constexpr Implementation<DeltaRuleStepProblem> kStep[] = {
 };
 
 constexpr Implementation<DeltaRuleForwardProblem> kRelatedForward[] = {
+    {"chunk", no_fp64, always, chunk_forward},
     {"reference", takes_all, always, reference_forward},
 };
 constexpr Implementation<DeltaRuleBackwardProblem> kRelatedBackward[] = {
+    {"chunk", no_fp64, always, chunk_backward},
     {"reference", takes_all, always, reference_backward},
 };
 

@@ -37,7 +37,7 @@ class RecurrentKernel : public UnitKernel {
  public:
   void carve(Carver& carver, const DeltaRuleBackwardProblem& problem, int64_t ld, int64_t panels, int64_t longest) {
     carve_unit(carver, problem, ld, panels, longest);
-    block_.carve(carver, problem.args.options.gate, ld);
+    block_.carve(carver, form_of(problem), ld);
     token_states_ = carver.take<float>(kBlock * ld * kPanel);
     beta_ = carver.take<float>(kBlock * panels * kPanel);
     dbeta_ = carver.take<float>(kBlock * panels * kPanel);

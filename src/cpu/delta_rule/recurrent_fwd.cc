@@ -22,8 +22,7 @@ namespace {
 
 void run_forward_item(const DeltaRuleForwardProblem& problem, const Sequence& sequence, const Item& item,
                       ForwardScratch& scratch) {
-  const DeltaRuleForward& args = problem.args;
-  const Head head = make_head(args.in, args.options, problem.sizes, sequence, item.value_head, scratch.bias);
+  const Head head = make_head(problem, sequence, item.value_head, scratch.bias);
   const ItemColumns columns(item, head.V);
   const StatePanels S{scratch.S, kPanel, scratch.block.ld * kPanel};
   run_sequence(problem, sequence, item, head, scratch, [&](int64_t token, int64_t) HWY_ATTR {
@@ -45,7 +44,7 @@ void run_step_item(const DeltaRuleStepProblem& problem, const Sequence& sequence
                    ForwardScratch& scratch) {
   const DeltaRuleStep& args = problem.args;
   const int64_t ld = scratch.block.ld;
-  const Head head = make_head(args.in, args.options, problem.sizes, sequence, item.value_head, scratch.bias);
+  const Head head = make_head(problem, sequence, item.value_head, scratch.bias);
   const ItemColumns columns(item, head.V);
   int64_t slot = sequence.index;
   if (args.state_indices.present()) {
