@@ -185,8 +185,10 @@ Plan make_plan(const Flags& flags) {
           plan.on_cuda() ? default_cuda_shapes(mode, quick) : default_shapes(mode, quick);
       for (Shape shape : shapes.empty() ? defaults : shapes) {
         if (mode == Mode::kStep) shape.T = 1;
-        if (op == Op::kTttLinear && (shape.K != shape.V || shape.HV != shape.H)) {
-          const std::string reason = op_name(op) + " needs K = V and HV = H, got " + shape.text();
+        const bool square = op == Op::kTttLinear, ungrouped = square || related_of(op).has_value();
+        if ((square && shape.K != shape.V) || (ungrouped && shape.HV != shape.H)) {
+          const std::string reason =
+              op_name(op) + " needs " + (square ? "K = V and HV = H" : "HV = H") + ", got " + shape.text();
           if (flags.has("--op")) throw UsageError("--shape: " + reason);
           plan.skipped.push_back(reason);
           continue;

@@ -16,6 +16,7 @@
 #include "support/delta_rule_case.h"
 #include "support/placement.h"
 #include "support/random.h"
+#include "support/related_case.h"
 #include "support/short_conv_case.h"
 #include "support/tensor.h"
 #include "support/ttt_linear_case.h"
@@ -27,6 +28,9 @@ using support::BlockCase;
 using support::BlockSpec;
 using support::DeltaRuleCase;
 using support::DeltaRuleSpec;
+using support::RelatedCase;
+using support::RelatedOp;
+using support::RelatedSpec;
 using support::ShortConvCase;
 using support::ShortConvSpec;
 using support::Tensor;
@@ -233,6 +237,76 @@ double DeltaRuleBench::bytes() const {
   }
   return total + view_bytes(step_.o) + 2 * view_bytes(step_.state);
 }
+
+// ---- The families related to the delta rule
+// --------------------------------------------------------------------------
+
+class RelatedBench : public BenchProblem {
+ public:
+  explicit RelatedBench(const BenchChoice& choice) : choice_(choice) {
+    const Shape& s = choice.shape;
+    RelatedSpec spec;
+    spec.op = *related_of(choice.op);
+    spec.T = std::min(s.B * s.T, kDrawnTokens);
+    spec.H = s.H, spec.K = s.K, spec.V = s.V;
+    spec.dtype = choice.dtype;
+    spec.initial_state = false;
+    data_ = support::draw(spec, 1);
+    data_.spec.B = s.B;
+    data_.spec.T = s.T;
+    data_.d_final_state = {};
+    for (Tensor* tensor : data_.per_token()) {
+      if (!tensor->present()) continue;
+      std::vector<int64_t> shape = tensor->shape();
+      shape[0] = s.B;
+      shape[1] = s.T;
+      *tensor = tile(*tensor, 1, shape);
+    }
+    if (choice.sequences > 0) {
+      data_.spec.cu_seqlens = growing_offsets(s.T, choice.sequences);
+      data_.cu_seqlens = support::offsets_tensor(data_.spec.cu_seqlens);
+    }
+    if (is_forward()) data_.d_o = {};
+    results_ = is_forward() ? support::forward_outputs(data_, choice.saved_states) : support::backward_outputs(data_);
+    if (!is_forward() && choice.saved_states) {
+      data_.saved_states = support::forward(data_, Context(), true).chunk_states;
+    }
+    in_ = views_of(data_);
+    out_ = views_of(results_);
+  }
+
+  std::string run(const Context& context) const override {
+    return is_forward() ? support::run_forward(data_.spec, context, in_, out_)
+                        : support::run_backward(data_.spec, context, in_, out_);
+  }
+
+  double flop() const override {
+    const Shape& s = choice_.shape;
+    const RelatedOp op = data_.spec.op;
+    const bool low_rank = op == RelatedOp::kDplr || op == RelatedOp::kIplr;
+    const double products = low_rank ? 4 : op == RelatedOp::kComba ? 3 : 2;  // with the state
+    const double pairs = low_rank ? 4 : op == RelatedOp::kComba ? 2 : 1;     // matrices A, P, ..
+    const double K = static_cast<double>(s.K), V = static_cast<double>(s.V);
+    const double forward = 2 * products * K * V + 32 * pairs * (K + V);
+    return forward * (is_forward() ? 1 : 3) * static_cast<double>(s.B * s.T * s.H);
+  }
+
+  double bytes() const override {
+    double total = 0;
+    for (const TensorView* view : in_.all()) total += view_bytes(*view);
+    for (const TensorView* view : out_.all()) total += view_bytes(*view);
+    return total;
+  }
+
+ private:
+  bool is_forward() const { return choice_.mode == Mode::kForward; }
+
+  BenchChoice choice_;
+  RelatedCase data_;
+  support::RelatedResults results_;
+  support::RelatedInputs<TensorView> in_;
+  support::RelatedOutputs<TensorView> out_;
+};
 
 // ---- TTT-linear ----------------------------------------------------------------------------------------------------
 
@@ -530,6 +604,7 @@ Shape parse_shape(const std::string& text) {
 
 std::unique_ptr<BenchProblem> make_bench_problem(const BenchChoice& choice) {
   if (block_of(choice.op)) return std::make_unique<BlockBench>(choice);
+  if (related_of(choice.op)) return std::make_unique<RelatedBench>(choice);
   if (choice.op == Op::kShortConv) return std::make_unique<ShortConvBench>(choice);
   if (choice.op == Op::kTttLinear) return std::make_unique<TttLinearBench>(choice);
   return std::make_unique<DeltaRuleBench>(choice);

@@ -47,6 +47,8 @@ class BenchProblem {
 
   // Per token and value head F = 6KV + 64(K + V) forward, 3F backward, 7KV for a step. TTT-linear: F = 6D^2 + 96D, and
   // 8D^2 for a step. Short convolution, per token and channel: F = 2W + 4, 3F backward, F for a step.
+  // GLA, simple GLA and linear attention: F = 4KV + 32(K + V); Comba as the delta rule; DPLR and IPLR:
+  // F = 8KV + 128(K + V); 3F backward.
   // Building blocks, products with triangular matrices as full squares, per token and value head: scaled_dot_kkt 2CK,
   // backward 4CK; solve_tril C^2 / 3, backward 4C^2; wy 2C(K + V), backward 4C(K + V) + 2C^2. The others count their
   // additions and multiplications per element, an activation as one: chunk_local_cumsum 1, l2norm 3, backward 5,

@@ -18,6 +18,7 @@
 #include "support/blocks_case.h"
 #include "support/delta_rule_case.h"
 #include "support/golden.h"
+#include "support/related_case.h"
 #include "support/short_conv_case.h"
 #include "support/ttt_linear_case.h"
 
@@ -25,10 +26,12 @@ namespace fastweight::cli {
 namespace {
 
 using support::BlockCase;
-using support::BlockResults;
 using support::BlockSpec;
 using support::DeltaRuleCase;
 using support::DeltaRuleSpec;
+using support::RelatedCase;
+using support::RelatedOp;
+using support::RelatedSpec;
 using support::ShortConvCase;
 using support::ShortConvSpec;
 using support::TttLinearCase;
@@ -67,9 +70,11 @@ constexpr HalfBound kHalfBounds[] = {
     {"d_initial_state_bias", 0, 0, 0, 0.005},
 };
 
+constexpr double kHalfRelated = 0.008, kHalfRelatedGates = 0.02;
 constexpr double kHalfRounding = 0.003;  // short convolution and the building blocks: one rounding
 
 double half_bound(Op op, const std::string& tensor) {
+  if (related_of(op)) return tensor == "dg" || tensor == "dbeta" ? kHalfRelatedGates : kHalfRelated;
   const auto found = std::ranges::find_if(kHalfBounds, [&](const HalfBound& row) { return row.tensor == tensor; });
   const HalfBound& row = found == std::end(kHalfBounds) ? kHalfForward : *found;
   switch (op) {
@@ -96,6 +101,7 @@ bool has_hard_gates(const DeltaRuleCase& problem) {
 }
 
 double fp32_bound(const DeltaRuleCase& problem) { return has_hard_gates(problem) ? kFp32HardGates : kFp32; }
+double fp32_bound(const RelatedCase&) { return kFp32; }
 double fp32_bound(const TttLinearCase&) { return kFp32; }
 double fp32_bound(const ShortConvCase&) { return kFp32; }
 double fp32_bound(const BlockCase&) { return kFp32; }
@@ -129,6 +135,29 @@ std::vector<DeltaRuleSpec> delta_rule_specs(Op op) {
     DeltaRuleSpec& bounded = add("lower_bound", 1, 70, 2, 2, 32, 32);
     bounded.options.gate_in_kernel = true;
     bounded.options.lower_bound = -5;
+  }
+  return specs;
+}
+
+std::vector<RelatedSpec> related_specs(RelatedOp op) {
+  std::vector<RelatedSpec> specs;
+  const auto add = [&](const char* name, int64_t B, int64_t T, int64_t H, int64_t K, int64_t V) -> RelatedSpec& {
+    RelatedSpec spec;
+    spec.name = name;
+    spec.op = op;
+    spec.B = B, spec.T = T, spec.H = H, spec.K = K, spec.V = V;
+    return specs.emplace_back(spec);
+  };
+  add("square", 2, 100, 2, 64, 64);
+  add("wide", 1, 129, 1, 128, 128);
+  add("rect", 1, 70, 2, 40, 72).state_v_first = true;
+  add("one_token", 3, 1, 2, 32, 16).initial_state = false;
+  add("varlen", 1, 150, 2, 64, 32).cu_seqlens = {0, 0, 17, 17, 81, 145, 150, 150};  // three of the seven are empty
+  if (gate_of(op) != Gate::kNone) add("hard_gates", 1, 129, 1, 32, 32).hard_gate_fraction = 0.1;
+  if (op == RelatedOp::kSimpleGla) add("constant_decay", 1, 90, 3, 32, 32).g_gamma = true;
+  if (op == RelatedOp::kComba) {
+    add("normalised", 1, 90, 2, 48, 64).qk_l2norm = true;
+    add("no_p", 1, 90, 2, 48, 64).p_absent = true;
   }
   return specs;
 }
@@ -201,6 +230,14 @@ DeltaRuleSpec delta_rule_determinism_spec(Op op) {
   return spec;
 }
 
+RelatedSpec related_determinism_spec(RelatedOp op) {
+  RelatedSpec spec;
+  spec.name = "determinism";
+  spec.op = op;
+  spec.T = 200, spec.H = 3, spec.K = 64, spec.V = 96;
+  return spec;
+}
+
 TttLinearSpec ttt_linear_determinism_spec() {
   TttLinearSpec spec;
   spec.name = "determinism";
@@ -233,24 +270,11 @@ auto run_mode(Mode mode, const Case& problem, const std::string& implementation,
   context.device = device;
   context.num_threads = threads;
   context.implementation = implementation;
-  switch (mode) {
-    case Mode::kForward:
-      return support::forward(problem, context);
-    case Mode::kBackward:
-      return support::backward(problem, context);
-    case Mode::kStep:
-      break;
+  if (mode == Mode::kBackward) return support::backward(problem, context);
+  if constexpr (requires { support::step(problem, context); }) {
+    if (mode == Mode::kStep) return support::step(problem, context);
   }
-  return support::step(problem, context);
-}
-
-BlockResults run_mode(Mode mode, const BlockCase& problem, const std::string& implementation, int threads,
-                      Device device = {}) {
-  Context context;
-  context.device = device;
-  context.num_threads = threads;
-  context.implementation = implementation;
-  return mode == Mode::kForward ? support::forward(problem, context) : support::backward(problem, context);
+  return support::forward(problem, context);
 }
 
 // A step leaves the last mini-batch of a sequence open where the golden answer extends it to its full length.
@@ -469,6 +493,11 @@ void Checker::check_op(Op op, const std::string& golden_folder) {
   if (const auto block = block_of(op)) {
     check_built_in(op, block_specs(*block));
     check_determinism(op, block_determinism_spec(*block));
+    return;
+  }
+  if (const auto related = related_of(op)) {
+    check_built_in(op, related_specs(*related));
+    check_determinism(op, related_determinism_spec(*related));
     return;
   }
   if (op == Op::kShortConv) {

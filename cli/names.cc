@@ -21,6 +21,12 @@ struct Word {
 constexpr Word<Op> kOpWords[] = {{"delta_rule", Op::kDeltaRule},
                                  {"gdn", Op::kGdn},
                                  {"kda", Op::kKda},
+                                 {"linear_attention", Op::kLinearAttention},
+                                 {"simple_gla", Op::kSimpleGla},
+                                 {"gla", Op::kGla},
+                                 {"comba", Op::kComba},
+                                 {"iplr", Op::kIplr},
+                                 {"dplr", Op::kDplr},
                                  {"ttt_linear", Op::kTttLinear},
                                  {"short_conv", Op::kShortConv},
                                  {"chunk_local_cumsum", Op::kChunkLocalCumsum},
@@ -89,6 +95,13 @@ Gate gate_of(Op op) {
   }
 }
 
+std::optional<support::RelatedOp> related_of(Op op) {
+  for (support::RelatedOp related : support::kRelatedOps) {
+    if (op_name(op) == name_of(related)) return related;
+  }
+  return std::nullopt;
+}
+
 std::optional<Block> block_of(Op op) {
   switch (op) {
     case Op::kChunkLocalCumsum:
@@ -114,6 +127,7 @@ std::vector<ImplementationInfo> family_of(Op op) {
   if (op == Op::kTttLinear) return ttt_linear_implementations();
   if (op == Op::kShortConv) return short_conv_implementations();
   if (const auto block = block_of(op)) return block_implementations(*block);
+  if (const auto related = related_of(op)) return support::implementations_of(*related);
   return delta_rule_implementations();
 }
 

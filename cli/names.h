@@ -9,14 +9,21 @@
 #include "fastweight/blocks.h"
 #include "fastweight/delta_rule.h"
 #include "fastweight/tensor.h"
+#include "support/related_case.h"
 
 namespace fastweight::cli {
 
-// The first three are the delta-rule family; the building blocks follow the operators.
+// The first three are the delta-rule family; the families related to it and the building blocks follow.
 enum class Op {
   kDeltaRule,
   kGdn,
   kKda,
+  kLinearAttention,
+  kSimpleGla,
+  kGla,
+  kComba,
+  kIplr,
+  kDplr,
   kTttLinear,
   kShortConv,
   kChunkLocalCumsum,
@@ -29,13 +36,14 @@ enum class Op {
 enum class Mode { kForward, kBackward, kStep };
 
 inline constexpr std::array kOps = {
-    Op::kDeltaRule,    Op::kGdn,       Op::kKda, Op::kTttLinear, Op::kShortConv,      Op::kChunkLocalCumsum,
-    Op::kScaledDotKkt, Op::kSolveTril, Op::kWy,  Op::kL2Norm,    Op::kGateActivation,
+    Op::kDeltaRule,    Op::kGdn,       Op::kKda,  Op::kLinearAttention, Op::kSimpleGla,      Op::kGla,
+    Op::kComba,        Op::kIplr,      Op::kDplr, Op::kTttLinear,       Op::kShortConv,      Op::kChunkLocalCumsum,
+    Op::kScaledDotKkt, Op::kSolveTril, Op::kWy,   Op::kL2Norm,          Op::kGateActivation,
 };
 inline constexpr std::array kModes = {Mode::kForward, Mode::kBackward, Mode::kStep};
 inline constexpr std::array kDTypes = {DType::kF32, DType::kBF16, DType::kF16};
 
-std::string op_name(Op op);           // delta_rule, gdn, kda, ttt_linear, short_conv, the names of the blocks
+std::string op_name(Op op);           // delta_rule, gdn, kda, gla, comba, .., short_conv, the names of the blocks
 std::string mode_name(Mode mode);     // fwd, bwd, step
 std::string dtype_name(DType dtype);  // fp32, bf16, fp16
 
@@ -48,7 +56,8 @@ std::vector<DType> parse_dtypes(const std::vector<std::string>& values);
 // The gate of an operator of the delta-rule family.
 Gate gate_of(Op op);
 
-// The building block that it is, if it is one.
+// The operator of a related family, or the building block, that it is, if it is one.
+std::optional<support::RelatedOp> related_of(Op op);
 std::optional<Block> block_of(Op op);
 
 // From the value of --device, cpu unless given: the CPU or the first CUDA device. Throws UsageError where there is

@@ -6,8 +6,9 @@
  *
  * Functions return FW_OK or a status; fw_last_error() then says what was wrong, and no output has been written, except
  * by FW_OUT_OF_MEMORY and FW_INTERNAL_ERROR, which leave the outputs undefined. What each argument means stands in
- * fastweight/delta_rule.h, fastweight/ttt_linear.h, fastweight/short_conv.h, fastweight/blocks.h and
- * fastweight/context.h. Any number of threads may call at the same time.
+ * fastweight/delta_rule.h, fastweight/gla.h, fastweight/comba.h, fastweight/dplr.h, fastweight/ttt_linear.h,
+ * fastweight/short_conv.h, fastweight/blocks.h and fastweight/context.h. Any number of threads may call at the same
+ * time.
  */
 #ifndef FASTWEIGHT_C_API_H_
 #define FASTWEIGHT_C_API_H_
@@ -123,6 +124,122 @@ typedef struct fw_delta_rule_step_args {
   fw_tensor state_indices; /* [N]: the slot of each sequence, -1: skip it; optional */
   fw_tensor o;             /* [B, T, HV, V] */
 } fw_delta_rule_step_args;
+
+typedef struct fw_gla_options {
+  size_t struct_size;
+  int32_t gate;
+  int32_t chunk_size;
+  double scale; /* FW_UNSET: K^-0.5 */
+  int32_t state_v_first;
+} fw_gla_options;
+
+typedef struct fw_gla_inputs {
+  size_t struct_size;
+  fw_tensor q;             /* [B, T, H, K] */
+  fw_tensor k;             /* [B, T, H, K] */
+  fw_tensor v;             /* [B, T, H, V] */
+  fw_tensor g;             /* per head [B, T, H]; per channel [B, T, H, K] */
+  fw_tensor g_gamma;       /* [H], in place of g */
+  fw_tensor initial_state; /* [N, H, K, V]; absent: 0 */
+  fw_tensor cu_seqlens;    /* [N + 1] */
+} fw_gla_inputs;
+
+typedef struct fw_comba_options {
+  size_t struct_size;
+  double scale; /* FW_UNSET: K^-0.5 */
+  int32_t chunk_size;
+  int32_t state_v_first;
+  int32_t qk_l2norm;
+} fw_comba_options;
+
+typedef struct fw_comba_inputs {
+  size_t struct_size;
+  fw_tensor q;             /* [B, T, H, K] */
+  fw_tensor k;             /* [B, T, H, K] */
+  fw_tensor v;             /* [B, T, H, V] */
+  fw_tensor p;             /* [B, T, H, K]; absent: k */
+  fw_tensor g;             /* [B, T, H] */
+  fw_tensor beta;          /* [B, T, H]; absent: 1 */
+  fw_tensor initial_state; /* [N, H, K, V]; absent: 0 */
+  fw_tensor cu_seqlens;    /* [N + 1] */
+} fw_comba_inputs;
+
+typedef struct fw_dplr_options {
+  size_t struct_size;
+  int32_t gate; /* per channel (DPLR) or none (IPLR) */
+  int32_t chunk_size;
+  double scale; /* FW_UNSET: K^-0.5 */
+  int32_t state_v_first;
+} fw_dplr_options;
+
+typedef struct fw_dplr_inputs {
+  size_t struct_size;
+  fw_tensor q;             /* [B, T, H, K] */
+  fw_tensor k;             /* [B, T, H, K] */
+  fw_tensor v;             /* [B, T, H, V] */
+  fw_tensor a;             /* [B, T, H, K] */
+  fw_tensor b;             /* [B, T, H, K] */
+  fw_tensor g;             /* [B, T, H, K] */
+  fw_tensor initial_state; /* [N, H, K, V]; absent: 0 */
+  fw_tensor cu_seqlens;    /* [N + 1] */
+} fw_dplr_inputs;
+
+typedef struct fw_gla_forward_args {
+  size_t struct_size;
+  const fw_gla_inputs* inputs;
+  const fw_gla_options* options;
+  fw_tensor o;            /* [B, T, H, V] */
+  fw_tensor final_state;  /* [N, H, K, V]; optional */
+  fw_tensor chunk_states; /* [B, NT, H, K, V]; optional */
+} fw_gla_forward_args;
+
+typedef struct fw_gla_backward_args {
+  size_t struct_size;
+  const fw_gla_inputs* inputs;
+  const fw_gla_options* options;
+  fw_tensor d_o;                             /* [B, T, H, V]; absent: 0 */
+  fw_tensor d_final_state;                   /* [N, H, K, V]; absent: 0 */
+  fw_tensor chunk_states;                    /* the forward's; optional */
+  fw_tensor dq, dk, dv, dg, d_initial_state; /* each optional */
+} fw_gla_backward_args;
+
+typedef struct fw_comba_forward_args {
+  size_t struct_size;
+  const fw_comba_inputs* inputs;
+  const fw_comba_options* options;
+  fw_tensor o;            /* [B, T, H, V] */
+  fw_tensor final_state;  /* [N, H, K, V]; optional */
+  fw_tensor chunk_states; /* [B, NT, H, K, V]; optional */
+} fw_comba_forward_args;
+
+typedef struct fw_comba_backward_args {
+  size_t struct_size;
+  const fw_comba_inputs* inputs;
+  const fw_comba_options* options;
+  fw_tensor d_o;                                        /* [B, T, H, V]; absent: 0 */
+  fw_tensor d_final_state;                              /* [N, H, K, V]; absent: 0 */
+  fw_tensor chunk_states;                               /* the forward's; optional */
+  fw_tensor dq, dk, dv, dp, dg, dbeta, d_initial_state; /* each optional */
+} fw_comba_backward_args;
+
+typedef struct fw_dplr_forward_args {
+  size_t struct_size;
+  const fw_dplr_inputs* inputs;
+  const fw_dplr_options* options;
+  fw_tensor o;            /* [B, T, H, V] */
+  fw_tensor final_state;  /* [N, H, K, V]; optional */
+  fw_tensor chunk_states; /* [B, NT, H, K, V]; optional */
+} fw_dplr_forward_args;
+
+typedef struct fw_dplr_backward_args {
+  size_t struct_size;
+  const fw_dplr_inputs* inputs;
+  const fw_dplr_options* options;
+  fw_tensor d_o;                                     /* [B, T, H, V]; absent: 0 */
+  fw_tensor d_final_state;                           /* [N, H, K, V]; absent: 0 */
+  fw_tensor chunk_states;                            /* the forward's; optional */
+  fw_tensor dq, dk, dv, da, db, dg, d_initial_state; /* each optional */
+} fw_dplr_backward_args;
 
 typedef struct fw_ttt_linear_options {
   size_t struct_size;
@@ -325,6 +442,18 @@ FW_API void fw_delta_rule_inputs_init(fw_delta_rule_inputs* inputs);
 FW_API void fw_delta_rule_forward_args_init(fw_delta_rule_forward_args* args);
 FW_API void fw_delta_rule_backward_args_init(fw_delta_rule_backward_args* args);
 FW_API void fw_delta_rule_step_args_init(fw_delta_rule_step_args* args);
+FW_API void fw_gla_options_init(fw_gla_options* options);
+FW_API void fw_gla_inputs_init(fw_gla_inputs* inputs);
+FW_API void fw_gla_forward_args_init(fw_gla_forward_args* args);
+FW_API void fw_gla_backward_args_init(fw_gla_backward_args* args);
+FW_API void fw_comba_options_init(fw_comba_options* options);
+FW_API void fw_comba_inputs_init(fw_comba_inputs* inputs);
+FW_API void fw_comba_forward_args_init(fw_comba_forward_args* args);
+FW_API void fw_comba_backward_args_init(fw_comba_backward_args* args);
+FW_API void fw_dplr_options_init(fw_dplr_options* options);
+FW_API void fw_dplr_inputs_init(fw_dplr_inputs* inputs);
+FW_API void fw_dplr_forward_args_init(fw_dplr_forward_args* args);
+FW_API void fw_dplr_backward_args_init(fw_dplr_backward_args* args);
 FW_API void fw_ttt_linear_options_init(fw_ttt_linear_options* options);
 FW_API void fw_ttt_linear_inputs_init(fw_ttt_linear_inputs* inputs);
 FW_API void fw_ttt_linear_forward_args_init(fw_ttt_linear_forward_args* args);
@@ -354,6 +483,18 @@ FW_API fw_status fw_delta_rule_backward(const fw_context* context, const fw_delt
                                         const char** implementation);
 FW_API fw_status fw_delta_rule_step(const fw_context* context, const fw_delta_rule_step_args* args,
                                     const char** implementation);
+FW_API fw_status fw_gla_forward(const fw_context* context, const fw_gla_forward_args* args,
+                                const char** implementation);
+FW_API fw_status fw_gla_backward(const fw_context* context, const fw_gla_backward_args* args,
+                                 const char** implementation);
+FW_API fw_status fw_comba_forward(const fw_context* context, const fw_comba_forward_args* args,
+                                  const char** implementation);
+FW_API fw_status fw_comba_backward(const fw_context* context, const fw_comba_backward_args* args,
+                                   const char** implementation);
+FW_API fw_status fw_dplr_forward(const fw_context* context, const fw_dplr_forward_args* args,
+                                 const char** implementation);
+FW_API fw_status fw_dplr_backward(const fw_context* context, const fw_dplr_backward_args* args,
+                                  const char** implementation);
 FW_API fw_status fw_ttt_linear_forward(const fw_context* context, const fw_ttt_linear_forward_args* args,
                                        const char** implementation);
 FW_API fw_status fw_ttt_linear_backward(const fw_context* context, const fw_ttt_linear_backward_args* args,

@@ -2,7 +2,6 @@
 #include "fastweight/blocks.h"
 
 #include <string>
-#include <vector>
 
 #include "capi/convert.h"
 
@@ -75,19 +74,11 @@ GateActivationBackward to_args(const fw_gate_activation_backward_args& from) {
           to_view(from.dx),     to_view(from.da_log),  to_view(from.ddt_bias)};
 }
 
-// The same name with static lifetime. All blocks have the same implementations.
-const char* permanent_name(const std::string& name) {
-  static const std::vector<ImplementationInfo>& known = *new std::vector(block_implementations(Block::kSolveTril));
-  return name_in(known, name);
-}
-
 template <class Args, class CppArgs>
-fw_status call(std::string (*entry)(const Context&, const CppArgs&), const fw_context* context, const Args* args,
-               const char** implementation) {
-  return guarded([&] {
-    const std::string name = entry(to_context(context), to_args(required("args", args)));
-    if (implementation != nullptr) *implementation = permanent_name(name);
-  });
+fw_status run(std::string (*entry)(const Context&, const CppArgs&), const fw_context* context, const Args* args,
+              const char** implementation) {
+  return call(
+      entry, context, [&] { return to_args(required("args", args)); }, implementation);
 }
 
 }  // namespace
@@ -117,45 +108,45 @@ void fw_l2norm_backward_args_init(fw_l2norm_backward_args* args) { fastweight::c
 
 fw_status fw_chunk_local_cumsum(const fw_context* context, const fw_chunk_local_cumsum_args* args,
                                 const char** implementation) {
-  return fastweight::capi::call(fastweight::chunk_local_cumsum, context, args, implementation);
+  return fastweight::capi::run(fastweight::chunk_local_cumsum, context, args, implementation);
 }
 fw_status fw_scaled_dot_kkt_forward(const fw_context* context, const fw_scaled_dot_kkt_forward_args* args,
                                     const char** implementation) {
-  return fastweight::capi::call(fastweight::scaled_dot_kkt_forward, context, args, implementation);
+  return fastweight::capi::run(fastweight::scaled_dot_kkt_forward, context, args, implementation);
 }
 fw_status fw_scaled_dot_kkt_backward(const fw_context* context, const fw_scaled_dot_kkt_backward_args* args,
                                      const char** implementation) {
-  return fastweight::capi::call(fastweight::scaled_dot_kkt_backward, context, args, implementation);
+  return fastweight::capi::run(fastweight::scaled_dot_kkt_backward, context, args, implementation);
 }
 fw_status fw_solve_tril_forward(const fw_context* context, const fw_solve_tril_forward_args* args,
                                 const char** implementation) {
-  return fastweight::capi::call(fastweight::solve_tril_forward, context, args, implementation);
+  return fastweight::capi::run(fastweight::solve_tril_forward, context, args, implementation);
 }
 fw_status fw_solve_tril_backward(const fw_context* context, const fw_solve_tril_backward_args* args,
                                  const char** implementation) {
-  return fastweight::capi::call(fastweight::solve_tril_backward, context, args, implementation);
+  return fastweight::capi::run(fastweight::solve_tril_backward, context, args, implementation);
 }
 fw_status fw_wy_forward(const fw_context* context, const fw_wy_forward_args* args, const char** implementation) {
-  return fastweight::capi::call(fastweight::wy_forward, context, args, implementation);
+  return fastweight::capi::run(fastweight::wy_forward, context, args, implementation);
 }
 fw_status fw_wy_backward(const fw_context* context, const fw_wy_backward_args* args, const char** implementation) {
-  return fastweight::capi::call(fastweight::wy_backward, context, args, implementation);
+  return fastweight::capi::run(fastweight::wy_backward, context, args, implementation);
 }
 fw_status fw_l2norm_forward(const fw_context* context, const fw_l2norm_forward_args* args,
                             const char** implementation) {
-  return fastweight::capi::call(fastweight::l2norm_forward, context, args, implementation);
+  return fastweight::capi::run(fastweight::l2norm_forward, context, args, implementation);
 }
 fw_status fw_l2norm_backward(const fw_context* context, const fw_l2norm_backward_args* args,
                              const char** implementation) {
-  return fastweight::capi::call(fastweight::l2norm_backward, context, args, implementation);
+  return fastweight::capi::run(fastweight::l2norm_backward, context, args, implementation);
 }
 fw_status fw_gate_activation_forward(const fw_context* context, const fw_gate_activation_forward_args* args,
                                      const char** implementation) {
-  return fastweight::capi::call(fastweight::gate_activation_forward, context, args, implementation);
+  return fastweight::capi::run(fastweight::gate_activation_forward, context, args, implementation);
 }
 fw_status fw_gate_activation_backward(const fw_context* context, const fw_gate_activation_backward_args* args,
                                       const char** implementation) {
-  return fastweight::capi::call(fastweight::gate_activation_backward, context, args, implementation);
+  return fastweight::capi::run(fastweight::gate_activation_backward, context, args, implementation);
 }
 
 }  // extern "C"

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <mutex>
 #include <new>
+#include <set>
 
 #include "fastweight/error.h"
 
@@ -41,11 +43,11 @@ Context to_context(const fw_context* pointer) {
   return context;
 }
 
-const char* name_in(const std::vector<ImplementationInfo>& list, const std::string& name) {
-  for (const ImplementationInfo& info : list) {
-    if (info.name == name) return info.name.c_str();
-  }
-  return "";
+const char* permanent_name(const std::string& name) {
+  static std::mutex& mutex = *new std::mutex;
+  static std::set<std::string>& names = *new std::set<std::string>;
+  const std::lock_guard lock(mutex);
+  return names.insert(name).first->c_str();
 }
 
 fw_status fail(fw_status status, const char* text) noexcept {

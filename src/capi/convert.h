@@ -16,8 +16,8 @@ namespace fastweight::capi {
 TensorView to_view(const fw_tensor& tensor);
 Context to_context(const fw_context* context);
 
-// The name as one of the list's, which lives as long as the list.
-const char* name_in(const std::vector<ImplementationInfo>& list, const std::string& name);
+// The same text, with a lifetime as long as the program's.
+const char* permanent_name(const std::string& name);
 
 // The struct behind a pointer that came from C.
 template <class Struct>
@@ -53,6 +53,17 @@ fw_status guarded(const Body& body) noexcept {
   } catch (...) {
     return fail_with_current_exception();
   }
+}
+
+// Calls an entry point of the library with the arguments that make_args() converts. `implementation`, unless null,
+// receives the name of what ran, which lives as long as the program.
+template <class Args, class MakeArgs>
+fw_status call(std::string (*entry)(const Context&, const Args&), const fw_context* context, const MakeArgs& make_args,
+               const char** implementation) noexcept {
+  return guarded([&] {
+    const std::string name = entry(to_context(context), make_args());
+    if (implementation != nullptr) *implementation = permanent_name(name);
+  });
 }
 
 }  // namespace fastweight::capi

@@ -2,7 +2,6 @@
 #include "fastweight/delta_rule.h"
 
 #include <string>
-#include <vector>
 
 #include "capi/convert.h"
 
@@ -84,21 +83,6 @@ DeltaRuleStep to_args(const fw_delta_rule_step_args* pointer) {
   return args;
 }
 
-// The same name with static lifetime.
-const char* permanent_name(const std::string& name) {
-  static const std::vector<ImplementationInfo>& known = *new std::vector(delta_rule_implementations());
-  return name_in(known, name);
-}
-
-template <class Args, class CppArgs>
-fw_status call(std::string (*entry)(const Context&, const CppArgs&), const fw_context* context, const Args* args,
-               const char** implementation) {
-  return guarded([&] {
-    const std::string name = entry(to_context(context), to_args(args));
-    if (implementation != nullptr) *implementation = permanent_name(name);
-  });
-}
-
 }  // namespace
 }  // namespace fastweight::capi
 
@@ -119,17 +103,20 @@ void fw_delta_rule_step_args_init(fw_delta_rule_step_args* args) { fastweight::c
 
 fw_status fw_delta_rule_forward(const fw_context* context, const fw_delta_rule_forward_args* args,
                                 const char** implementation) {
-  return fastweight::capi::call(fastweight::delta_rule_forward, context, args, implementation);
+  return fastweight::capi::call(
+      fastweight::delta_rule_forward, context, [&] { return fastweight::capi::to_args(args); }, implementation);
 }
 
 fw_status fw_delta_rule_backward(const fw_context* context, const fw_delta_rule_backward_args* args,
                                  const char** implementation) {
-  return fastweight::capi::call(fastweight::delta_rule_backward, context, args, implementation);
+  return fastweight::capi::call(
+      fastweight::delta_rule_backward, context, [&] { return fastweight::capi::to_args(args); }, implementation);
 }
 
 fw_status fw_delta_rule_step(const fw_context* context, const fw_delta_rule_step_args* args,
                              const char** implementation) {
-  return fastweight::capi::call(fastweight::delta_rule_step, context, args, implementation);
+  return fastweight::capi::call(
+      fastweight::delta_rule_step, context, [&] { return fastweight::capi::to_args(args); }, implementation);
 }
 
 fw_status fw_delta_rule_num_chunks(int64_t tokens, const fw_tensor* cu_seqlens, int32_t chunk_size,

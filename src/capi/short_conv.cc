@@ -2,7 +2,6 @@
 #include "fastweight/short_conv.h"
 
 #include <string>
-#include <vector>
 
 #include "capi/convert.h"
 
@@ -64,21 +63,6 @@ ShortConvStep to_args(const fw_short_conv_step_args* pointer) {
   return args;
 }
 
-// The same name with static lifetime.
-const char* permanent_name(const std::string& name) {
-  static const std::vector<ImplementationInfo>& known = *new std::vector(short_conv_implementations());
-  return name_in(known, name);
-}
-
-template <class Args, class CppArgs>
-fw_status call(std::string (*entry)(const Context&, const CppArgs&), const fw_context* context, const Args* args,
-               const char** implementation) {
-  return guarded([&] {
-    const std::string name = entry(to_context(context), to_args(args));
-    if (implementation != nullptr) *implementation = permanent_name(name);
-  });
-}
-
 }  // namespace
 }  // namespace fastweight::capi
 
@@ -96,17 +80,20 @@ void fw_short_conv_step_args_init(fw_short_conv_step_args* args) { fastweight::c
 
 fw_status fw_short_conv_forward(const fw_context* context, const fw_short_conv_forward_args* args,
                                 const char** implementation) {
-  return fastweight::capi::call(fastweight::short_conv_forward, context, args, implementation);
+  return fastweight::capi::call(
+      fastweight::short_conv_forward, context, [&] { return fastweight::capi::to_args(args); }, implementation);
 }
 
 fw_status fw_short_conv_backward(const fw_context* context, const fw_short_conv_backward_args* args,
                                  const char** implementation) {
-  return fastweight::capi::call(fastweight::short_conv_backward, context, args, implementation);
+  return fastweight::capi::call(
+      fastweight::short_conv_backward, context, [&] { return fastweight::capi::to_args(args); }, implementation);
 }
 
 fw_status fw_short_conv_step(const fw_context* context, const fw_short_conv_step_args* args,
                              const char** implementation) {
-  return fastweight::capi::call(fastweight::short_conv_step, context, args, implementation);
+  return fastweight::capi::call(
+      fastweight::short_conv_step, context, [&] { return fastweight::capi::to_args(args); }, implementation);
 }
 
 }  // extern "C"

@@ -2,7 +2,6 @@
 #include "fastweight/ttt_linear.h"
 
 #include <string>
-#include <vector>
 
 #include "capi/convert.h"
 
@@ -78,21 +77,6 @@ TttLinearStep to_args(const fw_ttt_linear_step_args* pointer) {
   return args;
 }
 
-// The same name with static lifetime.
-const char* permanent_name(const std::string& name) {
-  static const std::vector<ImplementationInfo>& known = *new std::vector(ttt_linear_implementations());
-  return name_in(known, name);
-}
-
-template <class Args, class CppArgs>
-fw_status call(std::string (*entry)(const Context&, const CppArgs&), const fw_context* context, const Args* args,
-               const char** implementation) {
-  return guarded([&] {
-    const std::string name = entry(to_context(context), to_args(args));
-    if (implementation != nullptr) *implementation = permanent_name(name);
-  });
-}
-
 }  // namespace
 }  // namespace fastweight::capi
 
@@ -113,17 +97,20 @@ void fw_ttt_linear_step_args_init(fw_ttt_linear_step_args* args) { fastweight::c
 
 fw_status fw_ttt_linear_forward(const fw_context* context, const fw_ttt_linear_forward_args* args,
                                 const char** implementation) {
-  return fastweight::capi::call(fastweight::ttt_linear_forward, context, args, implementation);
+  return fastweight::capi::call(
+      fastweight::ttt_linear_forward, context, [&] { return fastweight::capi::to_args(args); }, implementation);
 }
 
 fw_status fw_ttt_linear_backward(const fw_context* context, const fw_ttt_linear_backward_args* args,
                                  const char** implementation) {
-  return fastweight::capi::call(fastweight::ttt_linear_backward, context, args, implementation);
+  return fastweight::capi::call(
+      fastweight::ttt_linear_backward, context, [&] { return fastweight::capi::to_args(args); }, implementation);
 }
 
 fw_status fw_ttt_linear_step(const fw_context* context, const fw_ttt_linear_step_args* args,
                              const char** implementation) {
-  return fastweight::capi::call(fastweight::ttt_linear_step, context, args, implementation);
+  return fastweight::capi::call(
+      fastweight::ttt_linear_step, context, [&] { return fastweight::capi::to_args(args); }, implementation);
 }
 
 }  // extern "C"
