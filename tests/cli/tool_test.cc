@@ -75,14 +75,18 @@ TEST_F(Tool, TellsItsVersionAndHelps) {
 TEST_F(Tool, InfoListsTheImplementations) {
   const Outcome text = run("info");
   EXPECT_EQ(text.exit_code, 0);
-  for (const char* part :
-       {"SIMD target", "cuda: ", "delta_rule", "gdn", "kda", "ttt_linear", "short_conv", "reference"}) {
+  for (const char* part : {"SIMD target", "cuda: ", "delta_rule", "gdn", "kda", "simple_gla", "comba", "dplr",
+                           "ttt_linear", "short_conv", "reference"}) {
     EXPECT_TRUE(contains(text.output, part)) << part << " in\n" << text.output;
   }
   const Outcome json_text = run("info --json");
   EXPECT_EQ(json_text.exit_code, 0);
   const auto json = nlohmann::json::parse(json_text.output);
   EXPECT_EQ(json.at("devices").at(0), "cpu");
+  for (const char* op : {"linear_attention", "simple_gla", "gla", "comba", "iplr", "dplr"}) {
+    EXPECT_EQ(json.at("implementations").at(op).at("bwd"), nlohmann::json({"chunk", "reference"}));
+    EXPECT_FALSE(json.at("implementations").at(op).contains("step"));
+  }
   EXPECT_EQ(json.at("implementations").at("solve_tril").at("bwd").back(), "reference");
   EXPECT_FALSE(json.at("implementations").at("solve_tril").contains("step"));
   for (const char* op : {"delta_rule", "gdn", "kda", "ttt_linear", "short_conv"}) {
@@ -146,6 +150,20 @@ TEST_F(Tool, BenchMeasuresShortConv) {
       run("bench --threads 1 --min-time 0 --repeat 1 --op short_conv --shape T=20,H=2,D=16 --varlen 3");
   EXPECT_EQ(bench.exit_code, 0) << bench.output;
   EXPECT_TRUE(contains(bench.output, "short_conv")) << bench.output;
+}
+
+TEST_F(Tool, BenchMeasuresRelatedOperators) {
+  const fs::path json_path = folder_ / "out.json";
+  const Outcome bench = run(
+      "bench --threads 1 --min-time 0 --repeat 1 --op linear_attention,simple_gla,gla,comba,iplr,dplr --saved-states"
+      " --shape T=100,H=2,K=16,V=8 --varlen 3 --json " +
+      json_path.string());
+  ASSERT_EQ(bench.exit_code, 0) << bench.output;
+  const auto records = nlohmann::json::parse(read_text(json_path));
+  EXPECT_EQ(records.size(), 12U);
+  for (const auto& record : records) EXPECT_EQ(record.at("impl"), "chunk");
+  const Outcome grouped = run("bench --op gla --shape T=16,H=1,HV=2,K=16,V=16");
+  EXPECT_TRUE(contains(grouped.output, "gla needs HV = H")) << grouped.output;
 }
 
 TEST_F(Tool, BenchMeasuresBlocks) {
