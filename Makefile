@@ -5,6 +5,7 @@
 demo: build
 	build/release/bin/fastweight check
 	build/release/bin/fastweight bench --quick
+	tools/python.sh demo
 
 build: setup
 	cmake --preset release

@@ -12,12 +12,13 @@ Needs PyTorch, matplotlib and tqdm.
 import argparse
 import time
 
-import fastweight
 import torch
 import torch.nn.functional as F
-from fastweight.layers import Cache, GatedDeltaNet, KimiDeltaAttention
 from torch import nn
 from tqdm import tqdm
+
+import fastweight
+from fastweight.layers import Cache, GatedDeltaNet, KimiDeltaAttention
 
 KEYS, VALUES, PAIRS = 64, 64, 16
 VOCABULARY = KEYS + VALUES

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The Python package: tools/python.sh wheel | lint | smoke | test [pytest arguments].
+# The Python package: tools/python.sh wheel | lint | smoke | test [pytest arguments] | demo [arguments].
 # `wheel` builds a wheel with its libraries inside and installs it into a fresh environment; `smoke` runs it there with
-# no compiler in reach, `test` runs the tests on it. Everything stays under build/.
+# no compiler in reach, `test` runs the tests on it; `demo` is `wheel` and the example. Everything stays under build/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -44,6 +44,10 @@ case ${1:-} in
     ;;
   smoke) env -i PATH=/nonexistent HOME="$HOME" "$fresh/bin/python" tests/python/smoke.py ;;
   test) "$fresh/bin/python" -m pytest -p no:cacheprovider -q "${@:2}" tests/python ;;
+  demo)
+    wheel
+    "$fresh/bin/python" examples/train_recall.py --output build/recall.png "${@:2}"
+    ;;
   *)
     sed -n '2,4s/^# //p' "$0" >&2
     exit 2
