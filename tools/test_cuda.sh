@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Runs the tests of the CUDA backend on this machine's first device, with nothing but the build folder of the preset
-# `cuda`: the cases of the operators with their CUDA implementations, and what is special to the device.
+# `cuda` or what tools/pack_cuda.sh made of it: the cases of the operators with their CUDA implementations, and what is
+# special to the device.
 #   tools/test_cuda.sh [BUILD_DIR] [GTEST_FLAGS..]
 set -uo pipefail
 cd "$(dirname "$0")/.."
-build=${1:-build/cuda}
+build=$(realpath "${1:-build/cuda}")
 export FASTWEIGHT_TEST_DEVICE=cuda FASTWEIGHT_GOLDEN_DIR=$PWD/tests/golden
+export LD_LIBRARY_PATH=$build/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 failed=0 ran=0
 for program in "$build"/tests/cuda_*_test "$build"/tests/delta_rule_{forward,step,contract,golden,random}_test; do
   [[ -x $program ]] || continue
