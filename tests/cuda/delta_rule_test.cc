@@ -255,12 +255,13 @@ TEST_P(CudaDeltaRule, MalformedOffsetsStayInside) {
            {0, 200, 10, 69}, {-5, -1, 30, 1000000}, {60, 50, 40, 30}, {0, 69, 0, 69}, {int64_t{1} << 40, 0, 1, 2}}) {
     DeltaRuleSpec one = with_lengths(with_heads(spec(0, 32, 16), 1, 2), {20, 20, 29});
     one.options.chunk_size = 16;
+    one.dtype = DType::kBF16;
     DeltaRuleCase problem = draw(one, 9);
     problem.cu_seqlens = offsets_of(offsets);
     DeltaRuleForward args;
     args.in = problem.inputs();
     args.options = one.options;
-    Tensor o(DType::kF32, problem.v.shape()), chunk_states(DType::kF32, {1, 3, one.HV, one.K, one.V});
+    Tensor o(one.dtype, problem.v.shape()), chunk_states(DType::kF32, {1, 3, one.HV, one.K, one.V});
     args.o = o.view();
     args.chunk_states = chunk_states.view();
     for (const std::string& name : implementations("forward")) {

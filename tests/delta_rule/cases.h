@@ -84,7 +84,11 @@ inline DeltaRuleSpec with_heads(DeltaRuleSpec spec, int64_t H, int64_t group) {
 inline double tolerance(const DeltaRuleSpec& spec, const std::string& tensor, DType result_type) {
   const Gate gate = spec.options.gate;
   if (is_16_bit(spec.dtype) || is_16_bit(result_type)) {
-    if (tensor == "o" || tensor == "final_state" || tensor == "chunk_states") return gate == Gate::kNone ? 6e-3 : 5e-3;
+    if (tensor == "o" || tensor == "final_state" || tensor == "chunk_states") {
+      // With few channels the rounding of products' operands on tensor cores does not average out.
+      const double few = spec.K < 8 && device().type == DeviceType::kCuda ? 2 : 1;
+      return few * (gate == Gate::kNone ? 6e-3 : 5e-3);
+    }
     if (tensor == "dbeta") return gate == Gate::kNone ? 8e-3 : 2e-2;
     if (tensor == "dg") return 2e-2;
     if (tensor == "da_log" || tensor == "ddt_bias") return gate == Gate::kPerHead ? 2e-2 : 8e-3;

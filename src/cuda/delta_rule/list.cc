@@ -18,6 +18,7 @@ bool always(const Problem&) {
 }
 
 constexpr Implementation<DeltaRuleForwardProblem> kForward[] = {
+    {"chunk", declines_chunk_forward, always, chunk_forward},
     {"recurrent", no_fp64, always, recurrent_forward},
 };
 constexpr Implementation<DeltaRuleStepProblem> kStep[] = {

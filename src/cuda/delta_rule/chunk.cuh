@@ -1,0 +1,215 @@
+// The chunk form on tensor cores, in two steps: the factors of every chunk, all chunks at once (chunk_factors.cu,
+// chunk_factors_channels.cu), then the scan over the chunks of each sequence (chunk_fwd.cu).
+//
+// For one chunk with start state S (gamma_i the running sum of log decays, E = exp, rows i, j < L):
+//
+//     A_ij = beta_i (k_i . k_j) E(gamma_i - gamma_j)  (i > j)        T = (I + A)^-1
+//     P_ij = scale (q_i . k_j) E(gamma_i - gamma_j)   (i >= j)
+//     N    = T (beta (v - E(gamma) k S))                             what the chunk writes
+//     o    = scale E(gamma) q S + P N
+//     S'   = E(gamma_L) S + (E(gamma_L - gamma) k)^T N
+//
+// A chunk has options.chunk_size tokens and stands in tiles of 64 rows; rows beyond its tokens are neutral: q = k = v =
+// beta = 0 and decay 1, so A and P are 0 and T is the identity there. The rounding to 16 bits is that of the operands
+// of products: q, k, v, T, P, N, beta (v - ..) and S. Decays, A, the substitution and all sums are fp32.
+#pragma once
+
+#include "cuda/common/elements.cuh"
+#include "cuda/common/mma.cuh"
+#include "cuda/common/sequences.h"
+#include "cuda/common/warp.cuh"
+#include "cuda/delta_rule/device_problem.h"
+#include "cuda/delta_rule/token.cuh"
+
+namespace fastweight::cuda {
+
+inline constexpr int kChunkRows = 64;
+inline constexpr int kColumnsOfV = 128;  // of a tile of v
+
+// What the scan needs of every (chunk, value head), in scratch memory. One decay per head: the norms of q and k and the
+// decays are numbers per token. One per channel: they are inside three copies of the keys.
+struct ChunkFactors {
+  uint16_t* T = nullptr;     // [chunks][HV][64][64]
+  uint16_t* P = nullptr;     // [chunks][HV][64][64]
+  float* token = nullptr;    // [chunks][HV][4][64], by TokenFactor
+  float* total = nullptr;    // [chunks][HV][total_width]: exp(gamma_L), per channel or once
+  uint16_t* keys = nullptr;  // per channel [chunks][HV][3][64][padded K]: k E(gamma), scale q E(gamma), k E(gamma_L -
+                             // gamma)
+  int total_width = 4;       // padded K per channel, else 4 of which the first counts
+};
+
+// The factor of token i on: v_i; the read k_i S; the read q_i S; the write N_i.
+enum TokenFactor { kOnValue, kOnKeyRead, kOnQueryRead, kOnWrite };
+
+struct ChunkArgs {
+  DeltaRuleDeviceProblem problem;
+  ChunkedSequences chunked;
+  int64_t num_chunks = 0;       // at most, over all sequences
+  bool vector_keys = false;     // rows of q and k can be copied in 16-byte pieces
+  bool vector_values = false;   // rows of v can
+  bool vector_outputs = false;  // rows of o can be written so
+  ChunkFactors factors;
+  DeviceTensor o;
+  DeviceStates initial_state, final_state, chunk_states;
+  int64_t state_chunks = 0;  // of chunk_states
+};
+
+// Columns [first, first + kColumns) of `rows` rows of a [.., width] tensor of 16-bit elements into a tile; zeros
+// elsewhere. Vector copies are asynchronous: the caller commits them and waits.
+template <int kColumns>
+__device__ __forceinline__ void load_tile(const SharedTile<kColumns>& tile, const DeviceTensor& x, int64_t offset,
+                                          int rows, int first, int width, bool vectors) {
+  constexpr int kSegments = SharedTile<kColumns>::kSegments;
+  const int segment = threadIdx.x % kSegments, step = blockDim.x / kSegments;
+  const int column = first + segment * 8;
+  const int64_t row_stride = x.strides[1];
+  int row = threadIdx.x / kSegments;
+  const auto* start = static_cast<const uint16_t*>(x.data) + offset;
+  const uint16_t* from = start + row * row_stride;
+  if (vectors) {
+    from += column;
+    for (; row < kChunkRows; row += step, from += step * row_stride) {
+      const bool valid = row < rows && column < width;
+      copy_async(tile.address(row, segment), valid ? from : start, valid);
+    }
+    return;
+  }
+  for (; row < kChunkRows; row += step, from += step * row_stride) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t pair[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int c = column + 2 * i + h;
+        pair[h] = row < rows && c < width ? from[c * x.strides[3]] : 0;
+      }
+      words[i] = pair[0] | pair[1] << 16;
+    }
+    *reinterpret_cast<uint4*>(tile.segment(row, segment)) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// A tile that lies densely in scratch memory.
+template <int kColumns>
+__device__ __forceinline__ void copy_tile(const SharedTile<kColumns>& tile, const uint16_t* source) {
+  constexpr int kSegments = SharedTile<kColumns>::kSegments;
+  const int segment = threadIdx.x % kSegments, step = blockDim.x / kSegments;
+  for (int row = threadIdx.x / kSegments; row < kChunkRows; row += step) {
+    copy_async(tile.address(row, segment), source + row * kColumns + segment * 8, true);
+  }
+}
+
+// log2 of a decay. Below 2^-149 there is no positive float; the bound keeps sums of the logarithms small.
+__device__ __forceinline__ float log2_decay(const DeltaRuleDeviceProblem& problem, float x, float rate, float bias) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  return fmaxf(log_decay(problem, x, rate, bias) * kLog2E, -150.0f);
+}
+
+__device__ __forceinline__ float chunk_beta(const DeltaRuleDeviceProblem& p, const ChunkSpan& span, int head, int row) {
+  if (row >= span.length) return 0.0f;
+  if (!p.beta.present()) return 1.0f;
+  return beta_of(p, load_float(p.beta.data, p.beta.dtype, row_offset(p.beta, span.batch, span.begin + row, head)));
+}
+
+// 1 / sqrt(sum x^2 + eps) of the tile's rows, each by kLanes neighbouring lanes; all 1 unless the option asks.
+template <DType kType, int kLanes, int kColumns>
+__device__ __forceinline__ void row_norms(const SharedTile<kColumns>& tile, bool wanted, float* rstd) {
+  const int row = threadIdx.x / kLanes, part = threadIdx.x % kLanes;
+  if (row >= kChunkRows) return;
+  float sum = 0;
+  if (wanted) {
+    for (int s = part; s < SharedTile<kColumns>::kSegments; s += kLanes) {
+      const uint4 words = *reinterpret_cast<const uint4*>(tile.segment(row, s));
+      for (const uint32_t word : {words.x, words.y, words.z, words.w}) {
+        const float2 x = unpack<kType>(word);
+        sum = fmaf(x.y, x.y, fmaf(x.x, x.x, sum));
+      }
+    }
+    sum = sum_over_lanes<kLanes>(sum);
+  }
+  if (part == 0) rstd[row] = wanted ? 1.0f / sqrtf(sum + kL2NormEps) : 1.0f;
+}
+
+// A transposed, so that 16 rows of a column are four loads: element (i, j) at [j][i]. Only i > j is read.
+inline constexpr int kPitchOfA = kChunkRows + 4;
+
+// T = (I + A)^-1 by forward substitution: row i of a column is delta_ic - sum_{j < i} A_ij x_j. Warp w of the first
+// four has columns [16 w, 16 w + 16), which are 0 above their diagonal block. Rows go in blocks of 16, whose first
+// eight belong to a lane and the others to the lane 16 further on; a lane reads what itself or its partner wrote.
+__device__ __forceinline__ void solve_unit_lower(const float* A, float* T, int warp, int lane) {
+  constexpr int kStep = 16, kOwn = 8;
+  const int column = kStep * warp + lane % kStep, half = lane / kStep;
+#pragma unroll 1
+  for (int top = 0; top < kChunkRows; top += kStep) {
+    const int own = top + half * kOwn;  // the lane's first row
+    float x[kOwn];
+#pragma unroll
+    for (int r = 0; r < kOwn; ++r) x[r] = own + r == column ? 1.0f : 0.0f;
+    const auto subtract = [&](int j, float x_j) {
+      const float4 low = *reinterpret_cast<const float4*>(A + j * kPitchOfA + own);
+      const float4 high = *reinterpret_cast<const float4*>(A + j * kPitchOfA + own + 4);
+      const float a[kOwn] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int r = 0; r < kOwn; ++r) x[r] = fmaf(-a[r], x_j, x[r]);
+    };
+    // Within eight rows of one lane.
+    const auto solve_own = [&]() {
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) {
+#pragma unroll
+        for (int r = j + 1; r < kOwn; ++r) x[r] = fmaf(-A[(own + j) * kPitchOfA + own + r], x[j], x[r]);
+      }
+    };
+    if (top >= kStep * warp) {
+#pragma unroll 4
+      for (int j = kStep * warp; j < top; ++j) subtract(j, T[j * kChunkRows + column]);
+      if (half == 0) solve_own();
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) {
+        const float x_j = __shfl_sync(kAllLanes, x[j], lane % kStep);
+        if (half == 1) subtract(top + j, x_j);
+      }
+      if (half == 1) solve_own();
+    }
+#pragma unroll
+    for (int r = 0; r < kOwn; ++r) T[(own + r) * kChunkRows + column] = x[r];
+    __syncwarp();
+  }
+}
+
+// fp32 rows of 64 to dense 16-bit rows in global memory.
+template <DType kType>
+__device__ __forceinline__ void store_square(const float* rows, uint16_t* destination) {
+  for (int at = threadIdx.x; at < kChunkRows * kChunkRows / 8; at += blockDim.x) {
+    const float* x = rows + at * 8;
+    uint4 words;
+    words.x = pack<kType>(x[0], x[1]);
+    words.y = pack<kType>(x[2], x[3]);
+    words.z = pack<kType>(x[4], x[5]);
+    words.w = pack<kType>(x[6], x[7]);
+    reinterpret_cast<uint4*>(destination)[at] = words;
+  }
+}
+
+// One launch each over all (chunk, value head) pairs, and the shared memory that a block takes. The padded K is 64, 128
+// or 256.
+void launch_chunk_factors(const ChunkArgs& args, int padded_k, const Context& context);
+void launch_chunk_factors_channels(const ChunkArgs& args, int padded_k, const Context& context);
+size_t chunk_factors_bytes(int padded_k);
+size_t chunk_factors_channels_bytes(int padded_k);
+
+// Calls body.template operator()<kType, kK>() for the element type and padded K of a problem.
+template <int... kPaddedK, class Body>
+void with_tile(DType dtype, int padded_k, const Body& body) {
+  const auto with_type = [&]<DType kType>() {
+    (void)((padded_k == kPaddedK ? (body.template operator()<kType, kPaddedK>(), true) : false) || ...);
+  };
+  if (dtype == DType::kBF16) {
+    with_type.template operator()<DType::kBF16>();
+  } else {
+    with_type.template operator()<DType::kF16>();
+  }
+}
+
+}  // namespace fastweight::cuda
