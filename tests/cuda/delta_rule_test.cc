@@ -78,14 +78,18 @@ struct ForwardOnDevice {
 
 class CudaDeltaRule : public ::testing::TestWithParam<Gate> {
  protected:
-  static DeltaRuleSpec spec(int64_t T, int64_t K, int64_t V) { return spec_of(GetParam(), T, K, V); }
+  // In a type that every implementation takes.
+  static DeltaRuleSpec spec(int64_t T, int64_t K, int64_t V) {
+    DeltaRuleSpec one = spec_of(GetParam(), T, K, V);
+    one.dtype = DType::kBF16;
+    return one;
+  }
 };
 
 // One capture serves any lengths that fit: the same bits as a call of its own, and nothing else written.
 TEST_P(CudaDeltaRule, GraphReplaysWithOtherLengths) {
   constexpr int64_t kTokens = 300;
   DeltaRuleSpec one = with_lengths(with_heads(spec(0, 64, 32), 2, 2), {100, 100, 50, 50});
-  one.dtype = DType::kBF16;
   const DeltaRuleCase problem = draw(one, 1);
   for (const std::string& name : implementations("forward")) {
     ForwardOnDevice call(problem);
@@ -124,7 +128,6 @@ TEST_P(CudaDeltaRule, StepInAGraph) {
   constexpr int kReplays = 5;
   DeltaRuleSpec one = with_heads(spec(1, 128, 128), 2, 2);
   one.B = 3;
-  one.dtype = DType::kBF16;
   const DeltaRuleCase problem = draw(one, 2);
   for (const std::string& name : implementations("step")) {
     DeltaRuleCase eager = problem;
@@ -162,7 +165,6 @@ TEST_P(CudaDeltaRule, SameBitsByStepsAfterAPrefill) {
   for (bool v_first : {false, true}) {
     DeltaRuleSpec one = with_heads(spec(40, 128, 64), 1, 2);
     one.B = 2;
-    one.dtype = DType::kBF16;
     one.options.qk_l2norm = one.options.beta_sigmoid = true;
     one.options.gate_in_kernel = GetParam() != Gate::kNone;
     one.options.state_v_first = v_first;
@@ -230,7 +232,6 @@ TEST_P(CudaDeltaRule, StatesInBf16) {
     for (const auto& [K, V] : std::vector<std::pair<int64_t, int64_t>>{{128, 128}, {64, 32}, {20, 36}, {7, 5}}) {
       DeltaRuleSpec one = with_heads(spec(3, K, V), 1, 2);
       one.B = 2;
-      one.dtype = DType::kBF16;
       one.options.state_v_first = v_first;
       DeltaRuleCase problem = draw(one, 8);
       problem.initial_state = problem.initial_state.to(DType::kBF16);
@@ -255,7 +256,6 @@ TEST_P(CudaDeltaRule, MalformedOffsetsStayInside) {
            {0, 200, 10, 69}, {-5, -1, 30, 1000000}, {60, 50, 40, 30}, {0, 69, 0, 69}, {int64_t{1} << 40, 0, 1, 2}}) {
     DeltaRuleSpec one = with_lengths(with_heads(spec(0, 32, 16), 1, 2), {20, 20, 29});
     one.options.chunk_size = 16;
-    one.dtype = DType::kBF16;
     DeltaRuleCase problem = draw(one, 9);
     problem.cu_seqlens = offsets_of(offsets);
     DeltaRuleForward args;

@@ -80,6 +80,21 @@ TEST_P(Golden, Forward) {
   }
 }
 
+// On inputs rounded to 16 bits, against the reference on the same.
+TEST_P(Golden, ForwardIn16Bits) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    DeltaRuleCase problem = golden().problem;
+    problem.spec.dtype = dtype;
+    for (Tensor* x : {&problem.q, &problem.k, &problem.v}) *x = x->to(dtype);
+    const DeltaRuleResults expected = support::forward(problem, reference_context());
+    for (const std::string& name : implementations("forward")) {
+      const auto results =
+          unless_declined("forward", name, [&] { return support::forward(problem, context_for(name)); });
+      if (results) expect_close(problem, *results, expected);
+    }
+  }
+}
+
 TEST_P(Golden, Backward) {
   const DeltaRuleCase& problem = golden().problem;
   for (const std::string& name : implementations("backward")) {
