@@ -90,6 +90,18 @@ __device__ __forceinline__ void load_tile(const SharedTile<kColumns>& tile, cons
   }
 }
 
+// T and P are lower triangular. Blocks of 16 above the diagonal are neither written nor read.
+__device__ __forceinline__ bool above_diagonal(int row, int segment) { return segment / 2 > row / 16; }
+
+__device__ __forceinline__ void copy_lower(const SharedTile<kChunkRows>& tile, const uint16_t* source) {
+  constexpr int kSegments = SharedTile<kChunkRows>::kSegments;
+  const int segment = threadIdx.x % kSegments, step = blockDim.x / kSegments;
+  for (int row = threadIdx.x / kSegments; row < kChunkRows; row += step) {
+    if (above_diagonal(row, segment)) continue;
+    copy_async(tile.address(row, segment), source + row * kChunkRows + segment * 8, true);
+  }
+}
+
 // A tile that lies densely in scratch memory.
 template <int kColumns>
 __device__ __forceinline__ void copy_tile(const SharedTile<kColumns>& tile, const uint16_t* source) {
@@ -178,10 +190,11 @@ __device__ __forceinline__ void solve_unit_lower(const float* A, float* T, int w
   }
 }
 
-// fp32 rows of 64 to dense 16-bit rows in global memory.
+// fp32 rows of a lower triangular matrix to dense 16-bit rows in global memory.
 template <DType kType>
-__device__ __forceinline__ void store_square(const float* rows, uint16_t* destination) {
+__device__ __forceinline__ void store_lower(const float* rows, uint16_t* destination) {
   for (int at = threadIdx.x; at < kChunkRows * kChunkRows / 8; at += blockDim.x) {
+    if (above_diagonal(at / 8, at % 8)) continue;
     const float* x = rows + at * 8;
     uint4 words;
     words.x = pack<kType>(x[0], x[1]);

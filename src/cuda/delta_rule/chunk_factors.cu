@@ -96,13 +96,14 @@ __device__ __forceinline__ void make_P(const Shared<kK>& s, float scale, int blo
   gram_rows<kType, kK>({const_cast<uint16_t*>(s.q)}, {const_cast<uint16_t*>(s.k)}, block, lane, c);
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
+    if (n / 2 > block) continue;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = 16 * block + lane / 4 + half * 8, j = 8 * n + 2 * (lane % 4);
       float p[2] = {0, 0};
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        if (n / 2 > block || i < j + e) continue;
+        if (i < j + e) continue;
         const float factor = scale * s.rstd_q[i] * s.rstd_k[j + e];
         p[e] = factor * exp2_approx(s.gamma[i] - s.gamma[j + e]) * c[n][2 * half + e];
       }
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(kThreads) factors_kernel(const __grid_constant
     __syncthreads();
     solve_unit_lower(s.A, s.T, warp, lane);
     __syncthreads();
-    store_square<kType>(s.T, args.factors.T + item * kChunkRows * kChunkRows);
+    store_lower<kType>(s.T, args.factors.T + item * kChunkRows * kChunkRows);
     store_token_factors(s, p.scale, args.factors.token + item * 4 * kChunkRows,
                         args.factors.total + item * args.factors.total_width);
     __syncthreads();  // before the next item overwrites the tiles

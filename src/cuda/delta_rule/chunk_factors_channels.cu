@@ -306,11 +306,13 @@ __device__ __forceinline__ void make_rows(Shared<kK>& s, float scale, int tile, 
   }
 }
 
-// The blocks of P above the diagonal, and what the scan multiplies tokens by: beta alone, the rest is in the keys.
+// The blocks of 8 of P above the diagonal that the scan reads, and what the scan multiplies tokens by: beta alone, the
+// rest is in the keys.
 __device__ __forceinline__ void store_rest(const float* beta, int thread, uint16_t* P, float* token) {
   constexpr int kStoring = 2 * kWarpSize;
   for (int at = thread; at < kChunkRows * kBlocks; at += kStoring) {
-    if (at % kBlocks > at / kBlocks / kRows) reinterpret_cast<uint4*>(P)[at] = make_uint4(0, 0, 0, 0);
+    const int row = at / kBlocks, block = at % kBlocks;
+    if (block > row / kRows && !above_diagonal(row, block)) reinterpret_cast<uint4*>(P)[at] = make_uint4(0, 0, 0, 0);
   }
   for (int i = thread; i < kChunkRows; i += kStoring) {
     token[kOnValue * kChunkRows + i] = token[kOnKeyRead * kChunkRows + i] = beta[i];
@@ -360,7 +362,7 @@ __global__ void __launch_bounds__(kThreads, 2) factors_kernel(const __grid_const
     __syncthreads();
     if (warp < 4) solve_unit_lower(s.A, s.T, warp, lane);
     __syncthreads();
-    store_square<kType>(s.T, args.factors.T + item * kChunkRows * kChunkRows);
+    store_lower<kType>(s.T, args.factors.T + item * kChunkRows * kChunkRows);
     __syncthreads();  // before the next item overwrites the tiles
   }
 }

@@ -75,8 +75,8 @@ __device__ __forceinline__ void load_stage(const ChunkArgs& args, const Part& pa
   }
   load_tile<kColumnsOfV>({stage.v}, p.v, row_offset(p.v, span.batch, token, part.head), rows, part.column,
                          min(p.head_dim_v, part.column + static_cast<int>(blockDim.x) / 2), args.vector_values);
-  copy_tile<kChunkRows>({stage.T}, args.factors.T + item * kChunkRows * kChunkRows);
-  copy_tile<kChunkRows>({stage.P}, args.factors.P + item * kChunkRows * kChunkRows);
+  copy_lower({stage.T}, args.factors.T + item * kChunkRows * kChunkRows);
+  copy_lower({stage.P}, args.factors.P + item * kChunkRows * kChunkRows);
   copy_floats(stage.token, args.factors.token + item * 4 * kChunkRows, 4 * kChunkRows);
   copy_floats(stage.total, args.factors.total + item * args.factors.total_width, args.factors.total_width);
 }
