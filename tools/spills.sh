@@ -11,7 +11,7 @@ awk '/Compiling entry function/ { name = $0; sub(/.*function \x27/, "", name); s
        loads = $0;  sub(/ bytes spill loads.*/, "", loads);   sub(/.* /, "", loads)
        print name, stores + loads
      }' "$1" | c++filt |
-  sed -E 's/^void //; s/fastweight::([a-z0-9_]+::)*//g; s/\(anonymous namespace\):://g; s/\(.*\) ([0-9]+)$/ \1/' |
+  sed -E 's/^void //; s/fastweight::([a-z0-9_]+::)*//g; s/\(anonymous namespace\):://g; s/\(DType\)//g; s/\(.*\) ([0-9]+)$/ \1/' |
   sort -u | awk -v allowed=spills.txt '
     BEGIN {
       while ((getline line < allowed) > 0) {

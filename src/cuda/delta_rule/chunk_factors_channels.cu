@@ -321,7 +321,8 @@ __device__ __forceinline__ void store_rest(const float* beta, int thread, uint16
 }
 
 template <DType kType, int kK>
-__global__ void __launch_bounds__(kThreads, 2) factors_kernel(const __grid_constant__ ChunkArgs args) {
+__global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
+    channel_factors_kernel(const __grid_constant__ ChunkArgs args) {
   extern __shared__ __align__(128) unsigned char memory[];
   auto& s = *reinterpret_cast<Shared<kK>*>(memory);
   const DeltaRuleDeviceProblem& p = args.problem;
@@ -379,8 +380,8 @@ void launch_chunk_factors_channels(const ChunkArgs& args, int padded_k, const Co
   const int64_t items = args.num_chunks * args.problem.num_value_heads;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, 1 << 30));
   with_tile<64, 128, 256>(args.problem.k.dtype, padded_k, [&]<DType kType, int kK>() {
-    launch<factors_kernel<kType, kK>>("delta_rule chunk factors per channel", context,
-                                      {blocks, kThreads, sizeof(Shared<kK>)}, args);
+    launch<channel_factors_kernel<kType, kK>>("delta_rule chunk factors per channel", context,
+                                              {blocks, kThreads, sizeof(Shared<kK>)}, args);
   });
 }
 
