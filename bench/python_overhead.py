@@ -11,7 +11,7 @@ import torch
 from fastweight import ops
 
 
-def best(call, rounds=300, calls=20):
+def best(call, rounds=2000, calls=20):
     shortest = float("inf")
     for _ in range(rounds):
         begin = time.perf_counter()
