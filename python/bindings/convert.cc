@@ -42,6 +42,11 @@ Device device_of(const Tensor& tensor) {
   return {DeviceType::kCuda, tensor.get_device_index()};
 }
 
+// Status codes of the C functions under the stable ABI. PyTorch's macro for this changed its name after 2.11.
+void check_shim(AOTITorchError status) {
+  if (status != AOTI_TORCH_SUCCESS) throw std::runtime_error("a call into PyTorch failed");
+}
+
 // PyTorch's library for CUDA is loaded where there are CUDA tensors. A build for the CPU has none to link to.
 void* current_cuda_stream(int32_t device_index) {
   using Get = AOTITorchError (*)(int32_t, void**);
@@ -52,7 +57,7 @@ void* current_cuda_stream(int32_t device_index) {
   }();
   if (get == nullptr) throw Error(ErrorCode::kDevice, "this PyTorch has no CUDA streams");
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(get(device_index, &stream));
+  check_shim(get(device_index, &stream));
   return stream;
 }
 
@@ -110,13 +115,12 @@ Tensor dense(const Tensor& like, const std::vector<int64_t>& shape, ScalarType d
   std::vector<int64_t> strides(shape.size(), 1);
   for (size_t axis = shape.size(); axis-- > 1;) strides[axis - 1] = strides[axis] * std::max<int64_t>(shape[axis], 1);
   int32_t device_type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  check_shim(aoti_torch_get_device_type(like.get(), &device_type));
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle handle = nullptr;
   // The shim's own function: a call through the dispatcher takes twice as long.
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
-                                                         strides.data(), code, device_type, like.get_device_index(),
-                                                         &handle));
+  check_shim(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(), code,
+                                      device_type, like.get_device_index(), &handle));
   return Tensor(handle);
 }
 
