@@ -62,12 +62,8 @@ def differentiable(
             if all(x is None for x in output_gradients):
                 return (None,) * (num_inputs + len(ctx.options))
             mask = sum(needed << index for index, needed in enumerate(ctx.needs_input_grad[:num_inputs]))
-            gradients = backward_operator(
-                *output_gradients,
-                *ctx.saved_tensors,
-                *ctx.options[:num_backward_options],
-                mask,
-            )
+            options = ctx.options[:num_backward_options]
+            gradients = run(backward_operator, *output_gradients, *ctx.saved_tensors, *options, mask)
             if isinstance(gradients, torch.Tensor):
                 gradients = (gradients,)
             cast = [None if x is None else x.to(dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=False)]
