@@ -472,7 +472,8 @@ constexpr int kColumnsPerWarp = kColumns* kWarpSize / kKeyLanes;
 // Blocks (x, head, sequence), warp and x count the column groups: neighbours in time read neighbours in memory. A grid
 // with fewer heads or sequences than there are goes round.
 template <int kKeyLanes>
-__global__ void __launch_bounds__(kMostWarps* kWarpSize) recurrent_kernel(const __grid_constant__ RecurrentArgs args) {
+__global__ void __launch_bounds__(kMostWarps* kWarpSize, 4)
+    recurrent_kernel(const __grid_constant__ RecurrentArgs args) {
   const int lane = threadIdx.x % kWarpSize;
   const int group = (blockIdx.x * blockDim.x + threadIdx.x) / kWarpSize;
   if (group * kColumnsPerWarp<kKeyLanes> >= args.problem.head_dim_v) return;
