@@ -220,6 +220,11 @@ double call_ms(const BenchProblem& problem, const Context& context, std::string&
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 }
 
+double median(std::vector<double> values) {
+  std::ranges::sort(values);
+  return (values[(values.size() - 1) / 2] + values[values.size() / 2]) / 2;
+}
+
 Timing time_config(const BenchProblem& problem, const Config& config, const Plan& plan) {
   constexpr size_t kMostCalls = 20000;
   ScratchCache scratch;
@@ -232,18 +237,22 @@ Timing time_config(const BenchProblem& problem, const Config& config, const Plan
   timing.first_ms = call_ms(problem, context, timing.implementation);
   // The second call has the scratch memory of the first. Long calls do without: they would gain little.
   if (timing.first_ms < plan.min_seconds * 1e3) call_ms(problem, context, timing.implementation);
-  std::vector<double> times;
+  const FmaMeter meter(config.threads);
+  std::vector<double> times, rates;
   double total = 0;
   while (times.size() < kMostCalls &&
          (times.size() < static_cast<size_t>(plan.repeat) || total < plan.min_seconds * 1e3)) {
+    // Before every call, unless calls are so short that this would take longer than they do.
+    if (static_cast<double>(rates.size()) * FmaMeter::kSeconds * 1e3 <= total) rates.push_back(meter.gflops());
     times.push_back(call_ms(problem, context, timing.implementation));
     total += times.back();
   }
   std::ranges::sort(times);
   const size_t count = times.size();
   timing.calls = static_cast<int64_t>(count);
+  timing.fma_gflops = median(rates);
   timing.min_ms = times.front();
-  timing.median_ms = (times[(count - 1) / 2] + times[count / 2]) / 2;
+  timing.median_ms = median(times);
   timing.p90_ms = times[(count * 9 + 9) / 10 - 1];
   return timing;
 }

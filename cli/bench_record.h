@@ -27,6 +27,7 @@ struct Config {
 struct Timing {
   double first_ms = 0, median_ms = 0, min_ms = 0, p90_ms = 0;
   int64_t calls = 0;
+  double fma_gflops = 0;       // median of the FMA rounds between the calls; 0: none
   std::string implementation;  // that ran
 };
 
@@ -45,7 +46,8 @@ struct Record {
   double gflops = 0, gbps = 0;
   std::optional<CudaTiming> cuda = {};
 
-  double share_of_peak() const { return gflops / limits.gflops; }
+  double peak_gflops() const { return timing.fma_gflops > 0 ? timing.fma_gflops : limits.gflops; }
+  double share_of_peak() const { return gflops / peak_gflops(); }
   double share_of_memcpy() const { return gbps / limits.memcpy_gbps; }
 };
 

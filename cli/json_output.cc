@@ -49,7 +49,8 @@ nlohmann::ordered_json record_json(const Record& record, const Machine& machine,
     json["data_sets"] = record.cuda->data_sets;
     json["cuda_device"] = record.cuda->device;
   } else {
-    json["peak_gflops"] = record.limits.gflops;
+    json["peak_gflops"] = record.peak_gflops();
+    json["best_peak_gflops"] = record.limits.gflops;
     json["share_of_peak"] = record.share_of_peak();
   }
   json["state_dtype"] = dtype_name(choice.state_dtype);

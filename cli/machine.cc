@@ -90,22 +90,10 @@ double time_together(int threads, const std::function<void(int thread)>& body) {
 
 double measure_gflops(int threads) {
   // Rounds shorter than a time slice: some of them run undisturbed even on a machine with other work.
-  constexpr double kRoundSeconds = 0.004;
   constexpr int kRounds = 60;
-  int64_t rounds = 1 << 16;
-  double seconds = 0;
-  while ((seconds = time_together(1, [&](int) { cpu::run_fma_rounds(rounds); })) < kRoundSeconds / 4) rounds *= 2;
-  rounds = std::max<int64_t>(1, static_cast<int64_t>(static_cast<double>(rounds) * kRoundSeconds / seconds));
-
+  const FmaMeter meter(threads);
   double best = 0;
-  for (int round = 0; round < kRounds; ++round) {
-    std::vector<double> flop(static_cast<size_t>(threads));
-    const double elapsed =
-        time_together(threads, [&](int thread) { flop[static_cast<size_t>(thread)] = cpu::run_fma_rounds(rounds); });
-    double total = 0;
-    for (double part : flop) total += part;
-    best = std::max(best, total / elapsed * 1e-9);
-  }
+  for (int round = 0; round < kRounds; ++round) best = std::max(best, meter.gflops());
   return best;
 }
 
@@ -176,6 +164,24 @@ Machine find_machine() {
   machine.compiler = "gcc " __VERSION__;
 #endif
   return machine;
+}
+
+FmaMeter::FmaMeter(int threads) : threads_(threads), rounds_(1 << 16) {
+  double seconds = 0;
+  while ((seconds = time_together(1, [&](int) { cpu::run_fma_rounds(rounds_); })) < kSeconds / 4) rounds_ *= 2;
+  rounds_ = std::max<int64_t>(1, static_cast<int64_t>(static_cast<double>(rounds_) * kSeconds / seconds));
+}
+
+double FmaMeter::gflops() const {
+  std::vector<double> rates(static_cast<size_t>(threads_));
+  time_together(threads_, [&](int thread) {
+    const Clock::time_point start = Clock::now();
+    const double flop = cpu::run_fma_rounds(rounds_);
+    rates[static_cast<size_t>(thread)] = flop / seconds_since(start) * 1e-9;
+  });
+  double total = 0;
+  for (double rate : rates) total += rate;
+  return total;
 }
 
 Limits measure_limits(int threads) { return {measure_gflops(threads), measure_memcpy_gbps(threads)}; }

@@ -38,6 +38,19 @@ struct Limits {
 // The best of several short rounds, all threads at once. About half a second.
 Limits measure_limits(int threads);
 
+// fp32 multiply-adds from registers, a few milliseconds at a time, to be taken between the calls that they are compared
+// with: on a shared machine the rate moves from second to second.
+class FmaMeter {
+ public:
+  explicit FmaMeter(int threads);
+  double gflops() const;  // of one round now
+  static constexpr double kSeconds = 0.004;
+
+ private:
+  int threads_;
+  int64_t rounds_;
+};
+
 // Milliseconds of one tiny forward call. The first one in a process also starts the threads and picks the kernels.
 double time_tiny_call(int threads);
 

@@ -61,8 +61,7 @@ std::vector<Malformed> malformed() {
   const std::vector<RelatedOp> per_head{RelatedOp::kSimpleGla, RelatedOp::kComba};
   const std::vector<RelatedOp> low_rank{RelatedOp::kIplr, RelatedOp::kDplr};
   const std::vector<RelatedOp> comba{RelatedOp::kComba}, simple{RelatedOp::kSimpleGla};
-  const Tensor& vector = *new Tensor(DType::kF32, {2});
-  const Tensor& longer = *new Tensor(DType::kF32, {3});
+  static const Tensor vector(DType::kF32, {2}), longer(DType::kF32, {3});
   return {
       {"q: expected a tensor, got none", [](Call& c) { c.in.q = {}; }},
       {"k: expected shape [2, 5, 2, 8], got [2, 5, 2, 7]", [](Call& c) { c.in.k.shape[3] = 7; }},
@@ -98,24 +97,24 @@ std::vector<Malformed> malformed() {
        {RelatedOp::kLinearAttention, RelatedOp::kIplr}},
 
       {"g_gamma: expected none unless the gate is per head",
-       [&vector](Call& c) { c.in.g_gamma = vector.view(); },
+       [](Call& c) { c.in.g_gamma = vector.view(); },
        {RelatedOp::kLinearAttention, RelatedOp::kGla}},
-      {"g: expected none with g_gamma", [&vector](Call& c) { c.in.g_gamma = vector.view(); }, simple},
+      {"g: expected none with g_gamma", [](Call& c) { c.in.g_gamma = vector.view(); }, simple},
       {"g_gamma: expected shape [2], got [3]",
-       [&longer](Call& c) {
+       [](Call& c) {
          c.in.g_gamma = longer.view();
          c.in.g = {};
        },
        simple},
       {"g_gamma: expected a floating type",
-       [&vector](Call& c) {
+       [](Call& c) {
          c.in.g_gamma = vector.view();
          c.in.g_gamma.dtype = DType::kI32;
          c.in.g = {};
        },
        simple},
       {"dg: expected none with g_gamma",
-       [&vector](Call& c) {
+       [](Call& c) {
          c.in.g_gamma = vector.view();
          c.in.g = {};
        },
