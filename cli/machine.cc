@@ -18,6 +18,7 @@
 #include "fastweight/info.h"
 #include "src/cpu/simd/peak.h"
 #include "support/delta_rule_case.h"
+#include "support/tensor.h"
 
 namespace fastweight::cli {
 namespace {
@@ -103,7 +104,8 @@ double measure_memcpy_gbps(int threads) {
   const int64_t cache = find_machine().last_level_cache_bytes();
   const size_t bytes = static_cast<size_t>(std::clamp<int64_t>(4 * cache, int64_t{64} << 20, int64_t{512} << 20));
   const size_t part = bytes / static_cast<size_t>(threads);
-  std::vector<std::vector<char>> from(static_cast<size_t>(threads)), to(static_cast<size_t>(threads));
+  using Buffer = std::vector<char, support::AlignedAllocator<char>>;  // on the pages that tensors have
+  std::vector<Buffer> from(static_cast<size_t>(threads)), to(static_cast<size_t>(threads));
   time_together(threads, [&](int thread) {
     from[static_cast<size_t>(thread)].assign(part, 1);
     to[static_cast<size_t>(thread)].assign(part, 0);
