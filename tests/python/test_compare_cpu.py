@@ -88,3 +88,13 @@ def test_a_wrong_answer_shows(bench):
     found = bench.compare(case, [ours, Off()], rounds=1, seconds=0.001)
     assert [record["library"] for record in found] == ["fastweight", "off"]
     assert found[1]["error"] == pytest.approx(0.25, rel=1e-5)
+
+
+def test_calm_waits_and_tries_again(bench, monkeypatch):
+    used = iter([0.9, 0.1, 0.8, 0.0, 0.05])  # waiting, waiting, during the first try, waiting, during the second
+    monkeypatch.setattr(bench.Others, "cores", lambda self: next(used))
+    ours = bench.Fastweight(1)
+    case = bench.draw("gdn", "decode", {"B": 1, "T": 1, "H": 2, "D": 16})
+    found = bench.compare_calmly(0.2, case, [ours], 1, 0.001)
+    assert [record["others_cores"] for record in found] == [0.05]
+    assert next(used, None) is None
