@@ -35,7 +35,7 @@ class DeviceScope {
   DeviceScope& operator=(const DeviceScope&) = delete;
 
  private:
-  int previous_ = -1;  // -1: nothing to undo
+  [[maybe_unused]] int previous_ = -1;  // -1: nothing to undo; a build without CUDA has no use for it
 };
 
 }  // namespace fastweight::cuda
