@@ -58,7 +58,7 @@ class DeviceGraph {
   void launch(const DeviceStream& stream) const;
 
  private:
-  void* graph_ = nullptr;
+  [[maybe_unused]] void* graph_ = nullptr;
 };
 
 // Milliseconds that the device takes for what a function enqueues on the stream, by events around it.
