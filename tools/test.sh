@@ -93,6 +93,15 @@ cuda() {
   test_preset cuda-check
 }
 
+emulated_cuda() {
+  if ! command -v nvcc >/dev/null; then
+    echo "no CUDA headers on this machine"
+    ((++skipped))
+    return 0
+  fi
+  build_and_test cuda-emulated
+}
+
 # The tests run on the wheel as users install it.
 python_package() {
   local results=build/python-results.xml status counts
@@ -117,6 +126,7 @@ begin=$SECONDS
 step "format" check tools/format.sh --check
 step "release build, all tests" build_and_test release
 step "CUDA, compiled for one architecture, tests without a device" cuda
+step "CUDA kernels, emulated" emulated_cuda
 step "AddressSanitizer and UndefinedBehaviorSanitizer, all but slow tests" build_and_test asan '-*Slow*' -LE install
 step "ThreadSanitizer, tests with threads" build_and_test tsan '*Parallel*:*Thread*:*Concurrent*' -L unit
 step "fuzzing, built with clang" fuzz

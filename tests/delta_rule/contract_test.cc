@@ -15,9 +15,11 @@ std::vector<DeltaRuleSpec> specs(Gate gate, int64_t T) {
   DeltaRuleSpec options = plain;
   options.options.qk_l2norm = options.options.beta_sigmoid = options.options.state_v_first = true;
   options.options.gate_in_kernel = gate != Gate::kNone;
+  DeltaRuleSpec half = options;
+  half.dtype = DType::kBF16;
   DeltaRuleSpec wide = spec_of(gate, T, 128, 128);
   wide.dtype = DType::kBF16;
-  return first<DeltaRuleSpec>({plain, options, wide}, 2);
+  return first<DeltaRuleSpec>({plain, half, options, wide}, 2);
 }
 
 class Contract : public ::testing::TestWithParam<Gate> {};

@@ -27,7 +27,8 @@ void allow_shared_memory(int device, size_t bytes) {
   constexpr int kRemembered = 64;  // devices beyond these are told every time
   static std::atomic<size_t> allowed[kRemembered];
   if (device < kRemembered && allowed[device].load(std::memory_order_relaxed) >= bytes) return;
-  check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+  check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kKernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(bytes)),
              "cudaFuncSetAttribute");
   if (device < kRemembered) allowed[device].store(bytes, std::memory_order_relaxed);
 }

@@ -127,8 +127,7 @@ __device__ __forceinline__ void store_token_factors(const Shared<kK>& s, float s
 
 template <DType kType, int kK>
 __global__ void __launch_bounds__(kThreads) factors_kernel(const __grid_constant__ ChunkArgs args) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  auto& s = *reinterpret_cast<Shared<kK>*>(memory);
+  auto& s = dynamic_shared<Shared<kK>>();
   const DeltaRuleDeviceProblem& p = args.problem;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t items = args.num_chunks * p.num_value_heads;

@@ -323,8 +323,7 @@ __device__ __forceinline__ void store_rest(const float* beta, int thread, uint16
 template <DType kType, int kK>
 __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
     channel_factors_kernel(const __grid_constant__ ChunkArgs args) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  auto& s = *reinterpret_cast<Shared<kK>*>(memory);
+  auto& s = dynamic_shared<Shared<kK>>();
   const DeltaRuleDeviceProblem& p = args.problem;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int64_t items = args.num_chunks * p.num_value_heads;

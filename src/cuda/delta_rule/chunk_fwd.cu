@@ -318,8 +318,7 @@ __device__ __forceinline__ void run_part(const ChunkArgs& args, const Part& part
 template <DType kType, int kK, bool kPerChannel>
 __global__ void __launch_bounds__(kMostWarps* kWarpSize)
     scan_kernel(const __grid_constant__ ChunkArgs args, int stages, int ranges, int64_t parts) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  auto* tiles = reinterpret_cast<uint16_t*>(memory);
+  auto* tiles = &dynamic_shared<uint16_t>();
   auto* stage = reinterpret_cast<Stage<kK, kPerChannel>*>(tiles + 2 * kChunkRows * kColumnsOfV);
   for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
     Part part;

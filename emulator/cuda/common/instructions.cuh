@@ -1,0 +1,176 @@
+// What src/cuda/common/instructions.cuh names, in C++. Found before it where the kernels are compiled for the emulator.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "fastweight/tensor.h"
+
+namespace fastweight::cuda {
+
+template <class T>
+T& dynamic_shared() {
+  return *reinterpret_cast<T*>(emulator::shared_memory());
+}
+
+inline uint32_t shared_address(const void* pointer) { return emulator::shared_address(pointer); }
+
+namespace emulated {
+
+using emulator::kLanes;
+
+struct MatrixLoad {
+  uint32_t address;
+  uint32_t* m;
+};
+
+// Element `column` of row `row` of matrix i.
+inline uint16_t element(void* const* lanes, int i, int row, int column) {
+  const uint32_t address = static_cast<const MatrixLoad*>(lanes[8 * i + row])->address;
+  return static_cast<const uint16_t*>(emulator::shared_pointer(address, 16))[column];
+}
+
+inline uint32_t pair_of(uint32_t low, uint32_t high) { return low | high << 16; }
+
+inline float decode_fp16(uint32_t bits) {
+  static const std::vector<float> values = [] {
+    std::vector<float> all(65536);
+    for (uint32_t i = 0; i < all.size(); ++i) all[i] = __half2float(__ushort_as_half(static_cast<unsigned short>(i)));
+    return all;
+  }();
+  return values[bits];
+}
+
+template <DType kType>
+float decode(uint32_t bits) {
+  return kType == DType::kBF16 ? __uint_as_float(bits << 16) : decode_fp16(bits);
+}
+
+// The tensor cores add exact products and cut off what a float does not hold.
+inline float cut(double sum) {
+  const auto nearest = static_cast<float>(sum);
+  const bool too_far = std::fabs(static_cast<double>(nearest)) > std::fabs(sum) && std::isfinite(nearest);
+  return __uint_as_float(__float_as_uint(nearest) - too_far);
+}
+
+struct Product {
+  float* c;
+  const uint32_t* a;
+  uint32_t b[2];
+};
+
+template <DType kType>
+void multiply(void* const* lanes) {
+  double a[16][16], b[16][8], c[16][8];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const auto& p = *static_cast<const Product*>(lanes[lane]);
+    const int g = lane / 4, t = lane % 4;
+    for (int half = 0; half < 2; ++half) {
+      const int shift = 16 * half;
+      for (int i = 0; i < 4; ++i) a[g + i % 2 * 8][2 * t + i / 2 * 8 + half] = decode<kType>(p.a[i] >> shift & 0xffff);
+      for (int i = 0; i < 2; ++i) b[2 * t + 8 * i + half][g] = decode<kType>(p.b[i] >> shift & 0xffff);
+    }
+    for (int i = 0; i < 4; ++i) c[g + i / 2 * 8][2 * t + i % 2] = p.c[i];
+  }
+  for (int row = 0; row < 16; ++row) {
+    for (int k = 0; k < 16; ++k) {
+      for (int column = 0; column < 8; ++column) c[row][column] += a[row][k] * b[k][column];
+    }
+  }
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; ++i) {
+      static_cast<const Product*>(lanes[lane])->c[i] = cut(c[g + i / 2 * 8][2 * t + i % 2]);
+    }
+  }
+}
+
+}  // namespace emulated
+
+inline void ldmatrix(uint32_t address, uint32_t (&m)[4]) {
+  emulated::MatrixLoad mine{address, m};
+  emulator::together(
+      "ldmatrix",
+      [](void* const* lanes) {
+        for (int lane = 0; lane < emulated::kLanes; ++lane) {
+          for (int i = 0; i < 4; ++i) {
+            static_cast<emulated::MatrixLoad*>(lanes[lane])->m[i] =
+                emulated::pair_of(emulated::element(lanes, i, lane / 4, lane % 4 * 2),
+                                  emulated::element(lanes, i, lane / 4, lane % 4 * 2 + 1));
+          }
+        }
+      },
+      &mine);
+}
+
+inline void ldmatrix_transposed(uint32_t address, uint32_t (&m)[4]) {
+  emulated::MatrixLoad mine{address, m};
+  emulator::together(
+      "ldmatrix.trans",
+      [](void* const* lanes) {
+        for (int lane = 0; lane < emulated::kLanes; ++lane) {
+          for (int i = 0; i < 4; ++i) {
+            static_cast<emulated::MatrixLoad*>(lanes[lane])->m[i] =
+                emulated::pair_of(emulated::element(lanes, i, lane % 4 * 2, lane / 4),
+                                  emulated::element(lanes, i, lane % 4 * 2 + 1, lane / 4));
+          }
+        }
+      },
+      &mine);
+}
+
+inline uint32_t transpose_8x8(uint32_t pair) {
+  struct Transpose {
+    uint32_t in, out;
+  } mine{pair, 0};
+  emulator::together(
+      "movmatrix",
+      [](void* const* lanes) {
+        const auto in = [&](int row, int column) {
+          return static_cast<const Transpose*>(lanes[4 * row + column / 2])->in >> (column % 2 * 16) & 0xffff;
+        };
+        for (int lane = 0; lane < emulated::kLanes; ++lane) {
+          static_cast<Transpose*>(lanes[lane])->out =
+              emulated::pair_of(in(lane % 4 * 2, lane / 4), in(lane % 4 * 2 + 1, lane / 4));
+        }
+      },
+      &mine);
+  return mine.out;
+}
+
+template <DType kType>
+void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulated::Product mine{c, a, {b0, b1}};
+  emulator::together("mma", emulated::multiply<kType>, &mine);
+}
+
+template <DType kType>
+uint32_t pack(float low, float high) {
+  if constexpr (kType == DType::kBF16) {
+    return emulated::pair_of(__bfloat16_as_ushort(__float2bfloat16_rn(low)),
+                             __bfloat16_as_ushort(__float2bfloat16_rn(high)));
+  } else {
+    return emulated::pair_of(__half_as_ushort(__float2half_rn(low)), __half_as_ushort(__float2half_rn(high)));
+  }
+}
+
+inline void copy_async(uint32_t shared, const void* global, bool valid) {
+  emulator::begin_copy(emulator::shared_pointer(shared, 16), valid ? global : nullptr, 16);
+}
+inline void commit_copies() { emulator::commit_copies(); }
+template <int kPending>
+void wait_copies() {
+  emulator::wait_copies(kPending);
+}
+
+inline float exp2_approx(float x) {
+  const float y = std::exp2(x);
+  return y < 1.17549435e-38f ? 0.0f : y;
+}
+
+}  // namespace fastweight::cuda

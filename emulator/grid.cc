@@ -1,0 +1,258 @@
+#include "grid.h"
+
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace emulator {
+namespace {
+
+constexpr size_t kStackBytes = 256 * 1024;
+constexpr size_t kSharedBytes = 256 * 1024;  // more than any device has
+constexpr unsigned char kPoison = 0xff;      // a NaN in every floating-point type
+
+enum class State { kReady, kTogether, kAtBarrier, kLeft };
+
+struct Copy {
+  void* to;
+  const void* from;  // null: zeros
+  size_t bytes;
+};
+
+struct Fiber {
+  State state = State::kLeft;
+  const char* waits_for = "";
+  WarpOperation operation = nullptr;
+  void* mine = nullptr;
+
+  std::vector<Copy> copies;                 // not yet committed
+  std::deque<std::vector<Copy>> committed;  // oldest first
+
+  bool started = false;
+  jmp_buf place;  // where it goes on
+  void* stack = nullptr;
+};
+
+void* map_pages(size_t bytes) {
+  void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (pages == MAP_FAILED) {
+    std::perror("emulator: mmap");
+    std::abort();
+  }
+  return pages;
+}
+
+// One block runs at a time. The fibers outlive it, each with its stack: entering one for the first time costs a system
+// call, going from one to the other does not.
+class Block {
+ public:
+  void run(const Grid& grid, uint3 index, const std::function<void()>& body) {
+    grid_ = &grid;
+    body_ = &body;
+    blockIdx = index;
+    const size_t threads = size_t{grid.threads.x} * grid.threads.y * grid.threads.z;
+    if (threads == 0 || threads > 1024 || threads % kLanes != 0) {
+      fail("a block of %zu threads: expected whole warps, at most 1024 threads", threads);
+    }
+    while (fibers_.size() < threads) fibers_.push_back(std::make_unique<Fiber>());
+    prepare_shared(grid.shared_bytes);
+    for (size_t i = 0; i < threads; ++i) {
+      fibers_[i]->state = State::kReady;
+      fibers_[i]->copies.clear();
+      fibers_[i]->committed.clear();
+    }
+    const size_t warps = threads / kLanes;
+    const bool backwards = (index.x + index.y + index.z) % 2 == 1;
+    for (bool left = false; !left;) {
+      for (size_t i = 0; i < warps; ++i) run_warp(backwards ? warps - 1 - i : i);
+      left = true;
+      for (size_t i = 0; i < threads; ++i) {
+        if (fibers_[i]->state != State::kAtBarrier) continue;
+        fibers_[i]->state = State::kReady;
+        left = false;
+      }
+    }
+  }
+
+  Fiber& current() { return *fibers_[current_]; }
+
+  void stop(State state) {
+    Fiber& fiber = current();
+    fiber.state = state;
+    if (_setjmp(fiber.place) == 0) _longjmp(scheduler_, 1);
+  }
+
+  unsigned char* shared() { return shared_; }
+  uint32_t shared_address(const void* pointer) {
+    const auto offset = static_cast<const unsigned char*>(pointer) - arena_;
+    if (offset < 0 || offset > static_cast<ptrdiff_t>(kSharedBytes)) fail("an address outside dynamic shared memory");
+    return static_cast<uint32_t>(offset);
+  }
+  void* shared_pointer(uint32_t address, size_t bytes) {
+    if (arena_ + address < shared_ || address + bytes > kSharedBytes) fail("an address outside dynamic shared memory");
+    if (address % bytes != 0) fail("address %zu of shared memory is not aligned to the access", size_t{address});
+    return arena_ + address;
+  }
+
+  template <class... Args>
+  [[noreturn]] void fail(const char* format, Args... args) {
+    std::fprintf(stderr, "emulator: block (%u, %u, %u) of a kernel, thread %u: ", blockIdx.x, blockIdx.y, blockIdx.z,
+                 threadIdx.x);
+    std::fprintf(stderr, format, args...);
+    std::fputc('\n', stderr);
+    std::abort();
+  }
+
+ private:
+  void prepare_shared(size_t bytes) {
+    if (arena_ == nullptr) {
+      const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+      arena_ = static_cast<unsigned char*>(map_pages(kSharedBytes + page));
+      mprotect(arena_ + kSharedBytes, page, PROT_NONE);
+    }
+    const size_t rounded = (bytes + 127) / 128 * 128;
+    if (rounded > kSharedBytes) fail("%zu bytes of shared memory", bytes);
+    shared_ = arena_ + kSharedBytes - rounded;
+    std::memset(shared_, kPoison, rounded);
+  }
+
+  // Until every lane has left or stands at the block's barrier.
+  void run_warp(size_t warp) {
+    for (;;) {
+      for (size_t lane = 0; lane < kLanes; ++lane) {
+        if (fibers_[warp * kLanes + lane]->state == State::kReady) resume(warp * kLanes + lane);
+      }
+      void* mine[kLanes];
+      WarpOperation operation = nullptr;
+      int waiting = 0;
+      const char* name = "";
+      for (size_t lane = 0; lane < kLanes; ++lane) {
+        const Fiber& fiber = *fibers_[warp * kLanes + lane];
+        if (fiber.state != State::kTogether) continue;
+        if (waiting > 0 && fiber.operation != operation) fail("lanes of a warp at %s and %s", name, fiber.waits_for);
+        operation = fiber.operation;
+        name = fiber.waits_for;
+        mine[lane] = fiber.mine;
+        ++waiting;
+      }
+      if (waiting == 0) return;
+      if (waiting != kLanes) fail("only %d lanes of a warp at %s", waiting, name);
+      operation(mine);
+      for (size_t lane = 0; lane < kLanes; ++lane) fibers_[warp * kLanes + lane]->state = State::kReady;
+    }
+  }
+
+  void resume(size_t index) {
+    current_ = index;
+    const auto i = static_cast<unsigned>(index);
+    const dim3& n = grid_->threads;
+    threadIdx = {i % n.x, i / n.x % n.y, i / (n.x * n.y)};
+    if (_setjmp(scheduler_) != 0) return;
+    Fiber& fiber = *fibers_[index];
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    fiber.stack = map_pages(kStackBytes);
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = fiber.stack;
+    context.uc_stack.ss_size = kStackBytes;
+    context.uc_link = nullptr;
+    makecontext(
+        &context, [] { instance().live(); }, 0);
+    setcontext(&context);
+  }
+
+  // A fiber's life: one thread of a block after the other.
+  void live() {
+    for (;;) {
+      (*body_)();
+      stop(State::kLeft);
+    }
+  }
+
+ public:
+  static Block& instance() {
+    static Block* const block = new Block;
+    return *block;
+  }
+
+ private:
+  const Grid* grid_ = nullptr;
+  const std::function<void()>* body_ = nullptr;
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  size_t current_ = 0;
+  jmp_buf scheduler_;
+  unsigned char* arena_ = nullptr;
+  unsigned char* shared_ = nullptr;
+};
+
+void perform(const std::vector<Copy>& copies) {
+  for (const Copy& copy : copies) {
+    if (copy.from == nullptr) {
+      std::memset(copy.to, 0, copy.bytes);
+    } else {
+      std::memcpy(copy.to, copy.from, copy.bytes);
+    }
+  }
+}
+
+}  // namespace
+
+void run(const Grid& grid, const std::function<void()>& body) {
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
+  gridDim = grid.blocks;
+  blockDim = grid.threads;
+  uint3 index;
+  for (index.z = 0; index.z < grid.blocks.z; ++index.z) {
+    for (index.y = 0; index.y < grid.blocks.y; ++index.y) {
+      for (index.x = 0; index.x < grid.blocks.x; ++index.x) Block::instance().run(grid, index, body);
+    }
+  }
+}
+
+void together(const char* name, WarpOperation operation, void* mine) {
+  Fiber& fiber = Block::instance().current();
+  fiber.waits_for = name;
+  fiber.operation = operation;
+  fiber.mine = mine;
+  Block::instance().stop(State::kTogether);
+}
+
+void block_barrier() { Block::instance().stop(State::kAtBarrier); }
+
+unsigned char* shared_memory() { return Block::instance().shared(); }
+uint32_t shared_address(const void* pointer) { return Block::instance().shared_address(pointer); }
+void* shared_pointer(uint32_t address, size_t bytes) { return Block::instance().shared_pointer(address, bytes); }
+
+void begin_copy(void* to, const void* from, size_t bytes) {
+  Block::instance().current().copies.push_back({to, from, bytes});
+}
+
+void commit_copies() {
+  Fiber& fiber = Block::instance().current();
+  fiber.committed.push_back(std::move(fiber.copies));
+  fiber.copies.clear();
+}
+
+void wait_copies(int pending) {
+  auto& committed = Block::instance().current().committed;
+  while (committed.size() > static_cast<size_t>(pending)) {
+    perform(committed.front());
+    committed.pop_front();
+  }
+}
+
+}  // namespace emulator

@@ -1,0 +1,56 @@
+// Runs a CUDA kernel, compiled as C++, on the CPU: block after block, the threads of a block as fibers of one thread.
+//
+// A fiber runs until it needs the others: at a barrier of the block, or at an instruction of its whole warp (a shuffle,
+// a product of the tensor cores). That instruction is executed once for the 32 lanes when all of them have arrived.
+// Lanes that arrive at different instructions, or that have left while others wait, end the program with a message.
+//
+// What a kernel may not rely on differs from block to block: the order of its warps. Shared memory starts as NaNs, and
+// the page after it cannot be touched.
+#pragma once
+
+#include <vector_types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace emulator {
+
+inline constexpr int kLanes = 32;
+
+struct Grid {
+  dim3 blocks, threads;
+  size_t shared_bytes = 0;
+};
+
+// Calls body() for every thread of every block.
+void run(const Grid& grid, const std::function<void()>& body);
+
+// The rest is for the running thread of a kernel
+// ------------------------------------------------------------------------
+
+// What the 32 lanes of a warp do together: lanes[i] is what lane i gave to `together`.
+using WarpOperation = void (*)(void* const* lanes);
+
+// Returns when operation(lanes) has run.
+void together(const char* name, WarpOperation operation, void* mine);
+
+void block_barrier();
+
+// The block's dynamic shared memory, aligned to 128 bytes at its end.
+unsigned char* shared_memory();
+
+// As the instructions name it, in 32 bits.
+uint32_t shared_address(const void* pointer);
+void* shared_pointer(uint32_t address, size_t bytes);
+
+// Copies of this thread that are on their way: they happen when they are waited for.
+void begin_copy(void* to, const void* from, size_t bytes);
+void commit_copies();
+void wait_copies(int pending);
+
+}  // namespace emulator
+
+// CUDA's names of a thread's place, of the thread that is running.
+extern uint3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
