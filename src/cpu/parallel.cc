@@ -57,8 +57,20 @@ void spin_until(const Condition& condition) {
   }
 }
 
+// The items that one thread begins with: [next, end).
+struct alignas(64) Share {
+  std::atomic<int64_t> next = 0;
+  int64_t end = 0;
+};
+
+constexpr int kMaxShares = 64;
+
 // One parallel loop. It lives on its caller's stack: a worker touches it only between joining and leaving, both under
 // the pool's mutex, and the caller returns only when nobody is in between.
+//
+// Each thread has a share of neighbouring items, the same one in every loop of this size, and helps with the others'
+// when its own is done: what a loop leaves in a core's cache is there for the next one. (A decoding step of 32 heads
+// reads and writes 2 MB of states.)
 struct Job {
   const Body* body;
   int64_t items;
@@ -70,14 +82,27 @@ struct Job {
   std::atomic<int> running = 0;  // workers between joining and leaving; changed under the mutex
   std::condition_variable left{};
 
-  alignas(64) std::atomic<int64_t> next_item = 0;
+  int num_shares = 1;
+  Share shares[kMaxShares];
 
-  // The caller's writes reach the workers, and theirs reach the caller, through the pool's mutex.
-  void run_items(int thread) {
-    for (;;) {
-      const int64_t item = next_item.fetch_add(1, std::memory_order_relaxed);
-      if (item >= items) return;
-      (*body)(item, thread);
+  void deal() {
+    num_shares = std::min(threads, kMaxShares);
+    for (int i = 0; i < num_shares; ++i) {
+      shares[i].next.store(items * i / num_shares, std::memory_order_relaxed);
+      shares[i].end = items * (i + 1) / num_shares;
+    }
+  }
+
+  // The caller's writes reach the workers, and theirs reach the caller, through the pool's mutex. `worker` is 0 for the
+  // caller.
+  void run_items(int thread, int worker) {
+    for (int i = 0; i < num_shares; ++i) {
+      Share& share = shares[(worker + i) % num_shares];
+      for (;;) {
+        const int64_t item = share.next.fetch_add(1, std::memory_order_relaxed);
+        if (item >= share.end) break;
+        (*body)(item, thread);
+      }
     }
   }
 };
@@ -104,7 +129,7 @@ class Pool {
       for (int i = 0; i < wanted; ++i) work_.notify_one();
     }
 
-    job.run_items(0);
+    job.run_items(0, 0);
 
     std::unique_lock lock(mutex_);
     remove(job);
@@ -128,7 +153,7 @@ class Pool {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
       while (workers_ < workers) {
-        std::thread([this] { work(); }).detach();
+        std::thread([this, worker = workers_ + 1] { work(worker); }).detach();
         ++workers_;
       }
     } catch (const std::system_error&) {
@@ -139,7 +164,7 @@ class Pool {
     spin_.store(workers_ < available_cores(), std::memory_order_relaxed);
   }
 
-  void work() {
+  void work(int worker) {
     pthread_setname_np(pthread_self(), "fastweight");
     std::unique_lock lock(mutex_);
     for (;;) {
@@ -160,7 +185,7 @@ class Pool {
 
       // An item's result must not depend on who computes it: take on the caller's rounding and denormal modes.
       std::fesetenv(&job.environment);
-      job.run_items(thread);
+      job.run_items(thread, worker);
 
       lock.lock();
       remove(job);
@@ -204,6 +229,7 @@ void parallel_for(int64_t items, int threads, const Body& body) {
     return;
   }
   Job job{.body = &body, .items = items, .threads = threads, .environment = {}};
+  job.deal();
   std::fegetenv(&job.environment);
   Pool::instance().run(job);
 }
