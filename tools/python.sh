@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The Python package: tools/python.sh wheel | lint | smoke | test [pytest arguments] | demo [arguments].
-# `wheel` builds a wheel with its libraries inside and installs it into a fresh environment; `smoke` runs it there with
-# no compiler in reach, `test` runs the tests on it; `demo` is `wheel` and the example. Everything stays under build/.
+# The Python package: tools/python.sh wheel [NAME=VALUE..] | lint | smoke | test [pytest arguments] | demo [arguments].
+# `wheel` builds a wheel with its libraries inside, CUDA kernels where there is an nvcc, and installs it into a fresh
+# environment; it takes settings of CMake. `smoke` runs it there with no compiler in reach, `test` runs the tests on it;
+# `demo` is `wheel` and the example. Everything stays under build/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,7 +24,7 @@ wheel() {
   PATH="$PWD/$tools/bin:$PATH"
   # The names that CMake finds by itself: ccache then knows what the other builds have compiled.
   CC=cc CXX=c++ python -m pip wheel . --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir "$wheels/raw" \
-    --config-settings=cmake.define.FASTWEIGHT_WERROR=ON
+    --config-settings=cmake.define.FASTWEIGHT_WERROR=ON "${@/#/--config-settings=cmake.define.}"
   python -m auditwheel repair --exclude libtorch_cpu.so --wheel-dir "$wheels" "$wheels"/raw/*.whl
   ls -sh "$wheels"/fastweight-*-py3-none-manylinux*.whl
 
@@ -36,7 +37,7 @@ wheel() {
 }
 
 case ${1:-} in
-  wheel) wheel ;;
+  wheel) wheel "${@:2}" ;;
   lint)
     prepare
     "$tools/bin/ruff" format --check
@@ -49,7 +50,7 @@ case ${1:-} in
     "$fresh/bin/python" examples/train_recall.py --output build/recall.png "${@:2}"
     ;;
   *)
-    sed -n '2,4s/^# //p' "$0" >&2
+    sed -n '2,5s/^# //p' "$0" >&2
     exit 2
     ;;
 esac

@@ -2,5 +2,6 @@
 
 from . import layers, ops
 from ._accelerate import accelerate, restore
+from ._info import info
 
-__all__ = ["accelerate", "layers", "ops", "restore"]
+__all__ = ["accelerate", "info", "layers", "ops", "restore"]

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from fastweight import ops
+from fastweight import info, ops
 
 assert os.environ.get("PATH") == "/nonexistent", "expected no compiler in reach"
 with open("/proc/self/maps") as maps:
@@ -18,4 +18,6 @@ o, state = ops.chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=
 (o.sum() + state.sum()).backward()
 assert torch.isfinite(q.grad).all()
 assert float(v.grad.min()) > 0
+architectures = ", ".join(info()["cuda_architectures"]) or "none"
+print(f"CUDA kernels for: {architectures}")
 print(f"PyTorch {torch.__version__}: o[0, -1, 0, 0] = {o[0, -1, 0, 0].item():.6f}")

@@ -112,7 +112,7 @@ def test_opcheck_covers_every_operator():
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("fastweight::")
     }
-    assert {name for name, _ in opcheck_cases()} == registered
+    assert {name for name, _ in opcheck_cases()} == registered - {"info"}  # which has no tensors
 
 
 @pytest.mark.parametrize(("name", "arguments"), [pytest.param(n, a, id=n) for n, a in opcheck_cases()])
