@@ -23,8 +23,9 @@ using Body = std::function<void(int64_t item, int thread)>;
 constexpr int kMaxWorkers = 1023;
 
 // How long a thread looks for work, or for the last item of its loop, before it sleeps. A sleeper needs 50 to 80 us to
-// wake up on a virtual machine: a chain of short loops keeps its workers awake, an idle process leaves its cores alone.
-constexpr std::chrono::microseconds kSpin{50};
+// wake up on a virtual machine: a chain of short loops with a little other work between them (a decoding step called
+// from Python) keeps its workers awake, an idle process leaves its cores alone.
+constexpr std::chrono::microseconds kSpin{200};
 
 int available_cores() {
   for (int cpus = CPU_SETSIZE; cpus <= (1 << 20); cpus *= 2) {
