@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -68,6 +67,34 @@ std::vector<int64_t> growing_offsets(int64_t tokens, int64_t sequences) {
   std::vector<int64_t> offsets;
   for (int64_t n = 0; n <= sequences; ++n) offsets.push_back(tokens * (n * (n + 1)) / (sequences * (sequences + 1)));
   return offsets;
+}
+
+// ---- On a device
+// ------------------------------------------------------------------------------------------------------
+
+// Calls with the tensors of `host` placed on a device.
+template <class Args>
+class PlacedBench : public BenchProblem {
+ public:
+  using Entry = std::string (*)(const Context&, const Args&);
+  PlacedBench(const BenchProblem& host, Entry entry, const Args& args, Device device)
+      : host_(host), entry_(entry), args_(args), placement_(support::views_of(args_), device) {}
+
+  std::string run(const Context& context) const override { return entry_(context, args_); }
+  double flop() const override { return host_.flop(); }
+  double bytes() const override { return host_.bytes(); }
+
+ private:
+  const BenchProblem& host_;
+  Entry entry_;
+  Args args_;
+  support::Placement placement_;
+};
+
+template <class Args>
+std::unique_ptr<BenchProblem> placed(const BenchProblem& host, std::string (*entry)(const Context&, const Args&),
+                                     const Args& args, Device device) {
+  return std::make_unique<PlacedBench<Args>>(host, entry, args, device);
 }
 
 // ---- The delta-rule family ------------------------------------------------------------------------------------------
@@ -166,37 +193,16 @@ DeltaRuleBench::DeltaRuleBench(const BenchChoice& choice) : choice_(choice) {
   }
 }
 
-// Calls with the tensors of `host` placed on a device.
-template <class Args>
-class PlacedDeltaRuleBench : public BenchProblem {
- public:
-  PlacedDeltaRuleBench(const BenchProblem& host, const Args& args, Device device)
-      : host_(host), args_(args), placement_(support::views_of(args_), device) {}
-
-  std::string run(const Context& context) const override {
-    if constexpr (std::is_same_v<Args, DeltaRuleForward>) return delta_rule_forward(context, args_);
-    if constexpr (std::is_same_v<Args, DeltaRuleBackward>) return delta_rule_backward(context, args_);
-    if constexpr (std::is_same_v<Args, DeltaRuleStep>) return delta_rule_step(context, args_);
-  }
-  double flop() const override { return host_.flop(); }
-  double bytes() const override { return host_.bytes(); }
-
- private:
-  const BenchProblem& host_;
-  Args args_;
-  support::Placement placement_;
-};
-
 std::unique_ptr<BenchProblem> DeltaRuleBench::on_device(Device device) const {
   switch (choice_.mode) {
     case Mode::kForward:
-      return std::make_unique<PlacedDeltaRuleBench<DeltaRuleForward>>(*this, forward_, device);
+      return placed(*this, delta_rule_forward, forward_, device);
     case Mode::kBackward:
-      return std::make_unique<PlacedDeltaRuleBench<DeltaRuleBackward>>(*this, backward_, device);
+      return placed(*this, delta_rule_backward, backward_, device);
     case Mode::kStep:
       break;
   }
-  return std::make_unique<PlacedDeltaRuleBench<DeltaRuleStep>>(*this, step_, device);
+  return placed(*this, delta_rule_step, step_, device);
 }
 
 std::string DeltaRuleBench::run(const Context& context) const {
@@ -478,6 +484,18 @@ class ShortConvBench : public BenchProblem {
     return short_conv_step(context, step_);
   }
 
+  std::unique_ptr<BenchProblem> on_device(Device device) const override {
+    switch (choice_.mode) {
+      case Mode::kForward:
+        return placed(*this, short_conv_forward, forward_, device);
+      case Mode::kBackward:
+        return placed(*this, short_conv_backward, backward_, device);
+      case Mode::kStep:
+        break;
+    }
+    return placed(*this, short_conv_step, step_, device);
+  }
+
   double flop() const override {
     const double each = static_cast<double>(2 * data_.spec.W + 4) * (choice_.mode == Mode::kBackward ? 3 : 1);
     return each * static_cast<double>(data_.x.size());
@@ -506,6 +524,19 @@ class ShortConvBench : public BenchProblem {
 
 // ---- The building blocks
 // ----------------------------------------------------------------------------------------------
+
+class PlacedBlockBench : public BenchProblem {
+ public:
+  PlacedBlockBench(const BenchProblem& host, support::BlockCall call) : host_(host), call_(std::move(call)) {}
+
+  std::string run(const Context& context) const override { return call_(context); }
+  double flop() const override { return host_.flop(); }
+  double bytes() const override { return host_.bytes(); }
+
+ private:
+  const BenchProblem& host_;
+  support::BlockCall call_;
+};
 
 class BlockBench : public BenchProblem {
  public:
@@ -539,6 +570,9 @@ class BlockBench : public BenchProblem {
 
   std::string run(const Context& context) const override { return call_.run(context); }
   double bytes() const override { return bytes_; }
+  std::unique_ptr<BenchProblem> on_device(Device device) const override {
+    return std::make_unique<PlacedBlockBench>(*this, call_.place(device));
+  }
 
   double flop() const override {
     const bool forward = choice_.mode == Mode::kForward;

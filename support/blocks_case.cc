@@ -1,6 +1,8 @@
 #include "support/blocks_case.h"
 
 #include <cmath>
+#include <initializer_list>
+#include <memory>
 #include <stdexcept>
 
 #include "support/random.h"
@@ -44,6 +46,50 @@ Tensor summed(const BlockSpec& spec, const Tensor& x, const Tensor& cu_seqlens) 
   return y;
 }
 
+std::vector<PlacedView> placed_views(std::initializer_list<TensorView*> inputs,
+                                     std::initializer_list<TensorView*> outputs) {
+  std::vector<PlacedView> views;
+  for (TensorView* view : inputs) views.push_back({view, false});
+  for (TensorView* view : outputs) views.push_back({view, true});
+  return views;
+}
+
+std::vector<PlacedView> views_of(ChunkLocalCumsum& x) { return placed_views({&x.x, &x.cu_seqlens}, {&x.y}); }
+std::vector<PlacedView> views_of(ScaledDotKktForward& x) {
+  return placed_views({&x.in.k, &x.in.beta, &x.in.gamma, &x.in.cu_seqlens}, {&x.a});
+}
+std::vector<PlacedView> views_of(ScaledDotKktBackward& x) {
+  return placed_views({&x.in.k, &x.in.beta, &x.in.gamma, &x.in.cu_seqlens, &x.da}, {&x.dk, &x.dbeta, &x.dgamma});
+}
+std::vector<PlacedView> views_of(SolveTrilForward& x) { return placed_views({&x.a, &x.cu_seqlens}, {&x.j}); }
+std::vector<PlacedView> views_of(SolveTrilBackward& x) { return placed_views({&x.j, &x.dj, &x.cu_seqlens}, {&x.da}); }
+std::vector<PlacedView> views_of(WyForward& x) {
+  return placed_views({&x.in.k, &x.in.v, &x.in.beta, &x.in.gamma, &x.in.j, &x.in.cu_seqlens}, {&x.w, &x.u});
+}
+std::vector<PlacedView> views_of(WyBackward& x) {
+  return placed_views({&x.in.k, &x.in.v, &x.in.beta, &x.in.gamma, &x.in.j, &x.in.cu_seqlens, &x.dw, &x.du},
+                      {&x.dk, &x.dv, &x.dbeta, &x.dgamma, &x.da});
+}
+std::vector<PlacedView> views_of(L2NormForward& x) { return placed_views({&x.x}, {&x.y, &x.rstd}); }
+std::vector<PlacedView> views_of(L2NormBackward& x) { return placed_views({&x.y, &x.rstd, &x.dy}, {&x.dx}); }
+std::vector<PlacedView> views_of(GateActivationForward& x) {
+  return placed_views({&x.in.x, &x.in.a_log, &x.in.dt_bias, &x.in.cu_seqlens}, {&x.g});
+}
+std::vector<PlacedView> views_of(GateActivationBackward& x) {
+  return placed_views({&x.in.x, &x.in.a_log, &x.in.dt_bias, &x.in.cu_seqlens, &x.dg}, {&x.dx, &x.da_log, &x.ddt_bias});
+}
+
+template <class Args>
+std::string run_on(const Context& context, std::string (*entry)(const Context&, const Args&), const Args& args) {
+  return run_placed(context, args, entry, [](Args& x) { return views_of(x); });
+}
+
+template <class Args>
+BlockCall placed(std::string (*entry)(const Context&, const Args&), Args args, Device device) {
+  const auto placement = std::make_shared<Placement>(views_of(args), device);
+  return [entry, args, placement](const Context& context) { return entry(context, args); };
+}
+
 // What the runs below write, as a list of poisoned tensors.
 class Outputs {
  public:
@@ -57,7 +103,9 @@ class Outputs {
   }
   template <class Args>
   PreparedBlock with(std::string (*entry)(const Context&, const Args&), const Args& args) {
-    return {std::move(results_), [entry, args](const Context& context) { return entry(context, args); }};
+    return {std::move(results_), [entry, args](const Context& context) { return run_on(context, entry, args); },
+            [entry, args](const Context& context) { return entry(context, args); },
+            [entry, args](Device device) { return placed(entry, args, device); }};
   }
 
  private:
@@ -328,6 +376,21 @@ PreparedBlock prepare_backward(const BlockCase& problem, const ViewOf& view_of) 
       break;
   }
   throw std::invalid_argument("chunk_local_cumsum has no backward of its own");
+}
+
+std::string run(const Context& context, const ChunkLocalCumsum& args) {
+  return run_on(context, chunk_local_cumsum, args);
+}
+std::string run(const Context& context, const SolveTrilForward& args) {
+  return run_on(context, solve_tril_forward, args);
+}
+std::string run(const Context& context, const L2NormForward& args) { return run_on(context, l2norm_forward, args); }
+std::string run(const Context& context, const L2NormBackward& args) { return run_on(context, l2norm_backward, args); }
+std::string run(const Context& context, const GateActivationForward& args) {
+  return run_on(context, gate_activation_forward, args);
+}
+std::string run(const Context& context, const GateActivationBackward& args) {
+  return run_on(context, gate_activation_backward, args);
 }
 
 BlockResults forward(const BlockCase& problem, const Context& context, const ViewOf& view_of) {

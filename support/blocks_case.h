@@ -10,6 +10,7 @@
 
 #include "fastweight/blocks.h"
 #include "fastweight/delta_rule.h"
+#include "support/placement.h"
 #include "support/tensor.h"
 
 namespace fastweight::support {
@@ -62,13 +63,24 @@ struct BlockResults {
 using ViewOf = std::function<TensorView(const Tensor& tensor, bool written)>;
 inline TensorView dense_view(const Tensor& tensor, bool) { return tensor.view(); }
 
-// A call with its outputs, which can be made any number of times.
+// A call with its outputs, which can be made any number of times: on views of host memory, which `run` copies to a CUDA
+// device and back and `place` keeps there, or with `enqueue` on views that lie where the context says.
+using BlockCall = std::function<std::string(const Context&)>;
 struct PreparedBlock {
   BlockResults results;
-  std::function<std::string(const Context&)> run;
+  BlockCall run, enqueue;
+  std::function<BlockCall(Device)> place;
 };
 PreparedBlock prepare_forward(const BlockCase& problem, const ViewOf& view_of = dense_view);
 PreparedBlock prepare_backward(const BlockCase& problem, const ViewOf& view_of = dense_view);
+
+// A call on host tensors on the context's device; for CUDA, the tensors are copied there and back (placement.h).
+std::string run(const Context& context, const ChunkLocalCumsum& args);
+std::string run(const Context& context, const SolveTrilForward& args);
+std::string run(const Context& context, const L2NormForward& args);
+std::string run(const Context& context, const L2NormBackward& args);
+std::string run(const Context& context, const GateActivationForward& args);
+std::string run(const Context& context, const GateActivationBackward& args);
 
 BlockResults forward(const BlockCase& problem, const Context& context, const ViewOf& view_of = dense_view);
 BlockResults backward(const BlockCase& problem, const Context& context, const ViewOf& view_of = dense_view);

@@ -15,7 +15,40 @@ std::vector<int64_t> state_shape(const ShortConvSpec& spec) {
   return {N, spec.D, spec.W};
 }
 
+std::vector<PlacedView> with_inputs(ShortConvInputs& in, std::vector<PlacedView> views) {
+  for (TensorView* view : {&in.x, &in.w, &in.bias, &in.initial_state, &in.cu_seqlens}) views.push_back({view, false});
+  return views;
+}
+
 }  // namespace
+
+std::vector<PlacedView> views_of(ShortConvForward& args) {
+  return with_inputs(args.in, {{&args.residual, false}, {&args.y, true}, {&args.final_state, true}});
+}
+
+std::vector<PlacedView> views_of(ShortConvBackward& args) {
+  return with_inputs(args.in, {{&args.dy, false},
+                               {&args.d_final_state, false},
+                               {&args.dx, true},
+                               {&args.dw, true},
+                               {&args.dbias, true},
+                               {&args.d_initial_state, true}});
+}
+
+std::vector<PlacedView> views_of(ShortConvStep& args) {
+  return with_inputs(args.in,
+                     {{&args.residual, false}, {&args.state, true}, {&args.state_indices, false}, {&args.y, true}});
+}
+
+std::string run(const Context& context, const ShortConvForward& args) {
+  return run_placed(context, args, short_conv_forward, [](ShortConvForward& x) { return views_of(x); });
+}
+std::string run(const Context& context, const ShortConvBackward& args) {
+  return run_placed(context, args, short_conv_backward, [](ShortConvBackward& x) { return views_of(x); });
+}
+std::string run(const Context& context, const ShortConvStep& args) {
+  return run_placed(context, args, short_conv_step, [](ShortConvStep& x) { return views_of(x); });
+}
 
 ShortConvInputs ShortConvCase::inputs() const {
   ShortConvInputs in;
@@ -78,7 +111,7 @@ ShortConvResults forward(const ShortConvCase& problem, const Context& context) {
   args.residual = problem.residual.view();
   args.y = results.y.view();
   args.final_state = results.final_state.view();
-  results.implementation = short_conv_forward(context, args);
+  results.implementation = run(context, args);
   return results;
 }
 
@@ -97,7 +130,7 @@ ShortConvResults backward(const ShortConvCase& problem, const Context& context) 
   args.dw = results.dw.view();
   args.dbias = results.dbias.view();
   args.d_initial_state = results.d_initial_state.view();
-  results.implementation = short_conv_backward(context, args);
+  results.implementation = run(context, args);
   return results;
 }
 
@@ -113,7 +146,7 @@ ShortConvResults step(const ShortConvCase& problem, const Context& context) {
   args.residual = problem.residual.view();
   args.state = results.final_state.view();
   args.y = results.y.view();
-  results.implementation = short_conv_step(context, args);
+  results.implementation = run(context, args);
   return results;
 }
 

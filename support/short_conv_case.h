@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "fastweight/short_conv.h"
+#include "support/placement.h"
 #include "support/tensor.h"
 
 namespace fastweight::support {
@@ -47,6 +48,14 @@ struct ShortConvResults {
   // The present tensors with their names, in the order above.
   std::vector<std::pair<std::string, const Tensor*>> named() const;
 };
+
+// A call on host tensors on the context's device; for CUDA, the tensors are copied there and back (placement.h).
+std::vector<PlacedView> views_of(ShortConvForward& args);
+std::vector<PlacedView> views_of(ShortConvBackward& args);
+std::vector<PlacedView> views_of(ShortConvStep& args);
+std::string run(const Context& context, const ShortConvForward& args);
+std::string run(const Context& context, const ShortConvBackward& args);
+std::string run(const Context& context, const ShortConvStep& args);
 
 // Outputs are poisoned with NaN before the call and have the types of x, w, bias and the initial state.
 ShortConvResults forward(const ShortConvCase& problem, const Context& context);

@@ -8,7 +8,8 @@ build=${1:-build/cuda} out=${2:-build/cuda-device}
 
 rm -rf "$out"
 mkdir -p "$out"/{tests,bin,lib}
-for program in "$build"/tests/cuda_*_test "$build"/tests/delta_rule_{forward,step,contract,golden,random}_test; do
+for program in "$build"/tests/cuda_*_test "$build"/tests/delta_rule_{forward,step,contract,golden,random}_test \
+  "$build"/tests/{short_conv_operator,blocks_results,blocks_identities}_test; do
   strip -o "$out/tests/$(basename "$program")" "$program"
 done
 strip -o "$out/bin/fastweight" "$build/bin/fastweight"

@@ -1,6 +1,8 @@
 // The CUDA backend of a build without CUDA: no device, no implementation.
 #include "cuda/backend.h"
+#include "cuda/blocks/list.h"
 #include "cuda/delta_rule/list.h"
+#include "cuda/short_conv/list.h"
 
 namespace fastweight::cuda {
 
@@ -14,5 +16,25 @@ DeviceScope::~DeviceScope() = default;
 std::span<const Implementation<DeltaRuleForwardProblem>> delta_rule_forward_list() { return {}; }
 std::span<const Implementation<DeltaRuleBackwardProblem>> delta_rule_backward_list() { return {}; }
 std::span<const Implementation<DeltaRuleStepProblem>> delta_rule_step_list() { return {}; }
+
+std::span<const Implementation<ShortConvForwardProblem>> short_conv_forward_list() { return {}; }
+std::span<const Implementation<ShortConvBackwardProblem>> short_conv_backward_list() { return {}; }
+std::span<const Implementation<ShortConvStepProblem>> short_conv_step_list() { return {}; }
+
+template <class Args>
+std::span<const Implementation<BlockProblem<Args>>> block_list() {
+  return {};
+}
+template std::span<const Implementation<BlockProblem<ChunkLocalCumsum>>> block_list();
+template std::span<const Implementation<BlockProblem<ScaledDotKktForward>>> block_list();
+template std::span<const Implementation<BlockProblem<ScaledDotKktBackward>>> block_list();
+template std::span<const Implementation<BlockProblem<SolveTrilForward>>> block_list();
+template std::span<const Implementation<BlockProblem<SolveTrilBackward>>> block_list();
+template std::span<const Implementation<BlockProblem<WyForward>>> block_list();
+template std::span<const Implementation<BlockProblem<WyBackward>>> block_list();
+template std::span<const Implementation<BlockProblem<L2NormForward>>> block_list();
+template std::span<const Implementation<BlockProblem<L2NormBackward>>> block_list();
+template std::span<const Implementation<BlockProblem<GateActivationForward>>> block_list();
+template std::span<const Implementation<BlockProblem<GateActivationBackward>>> block_list();
 
 }  // namespace fastweight::cuda

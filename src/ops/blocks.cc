@@ -7,9 +7,11 @@
 #include <vector>
 
 #include "cpu/blocks/list.h"
+#include "cuda/blocks/list.h"
 #include "ops/blocks_problem.h"
 #include "ops/check.h"
 #include "ops/dispatch.h"
+#include "ops/parameters.h"
 
 namespace fastweight {
 namespace {
@@ -385,19 +387,25 @@ void as_rows(TensorView& view) {
 }
 
 template <class Args>
-void unify(Args&) {}
-void unify(ChunkLocalCumsum& args) {
+void unify(Args&, const BlockSizes&) {}
+void unify(ChunkLocalCumsum& args, const BlockSizes&) {
   as_rows(args.x);
   as_rows(args.y);
 }
-void unify(GateActivationForward& args) {
+void unify(TensorView& a_log, TensorView& dt_bias, const BlockSizes& sizes) {
+  unify_parameters(a_log, dt_bias, sizes.gate == Gate::kPerChannel, sizes.num_value_heads, sizes.head_dim_k);
+}
+void unify(GateActivationForward& args, const BlockSizes& sizes) {
   as_rows(args.in.x);
   as_rows(args.g);
+  unify(args.in.a_log, args.in.dt_bias, sizes);
 }
-void unify(GateActivationBackward& args) {
+void unify(GateActivationBackward& args, const BlockSizes& sizes) {
   as_rows(args.in.x);
   as_rows(args.dg);
   as_rows(args.dx);
+  unify(args.in.a_log, args.in.dt_bias, sizes);
+  unify(args.da_log, args.ddt_bias, sizes);
 }
 
 // ---- The run ------------------------------------------------------------------------------------------------------
@@ -424,25 +432,23 @@ std::string run(const char* entry, const Context& context, const Args& args) {
   BlockProblem<Args> problem;
   problem.sizes = check_block(args);
   check::memory(arguments);
+  if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context.device, arguments);
   problem.has_fp64 = check::any_fp64(arguments);
   problem.args = args;
-  unify(problem.args);
+  unify(problem.args, problem.sizes);
   const bool work = std::any_of(arguments.begin(), arguments.end(), [](const Argument& argument) {
     return argument.written && !check::is_empty(*argument.view);
   });
-  return dispatch(entry, context, cpu::block_list<Args>(), problem, work, describe<Args>);
+  return dispatch(entry, context, cpu::block_list<Args>(), problem, work, describe<Args>, cuda::block_list<Args>());
 }
 
-template <class Forward>
+template <class Forward, class... Backward>
 std::vector<ImplementationInfo> infos() {
   std::vector<ImplementationInfo> list;
   append_infos(cpu::block_list<Forward>(), "forward", "cpu", list);
-  return list;
-}
-template <class Forward, class Backward>
-std::vector<ImplementationInfo> infos() {
-  std::vector<ImplementationInfo> list = infos<Forward>();
-  append_infos(cpu::block_list<Backward>(), "backward", "cpu", list);
+  (append_infos(cpu::block_list<Backward>(), "backward", "cpu", list), ...);
+  append_infos(cuda::block_list<Forward>(), "forward", "cuda", list);
+  (append_infos(cuda::block_list<Backward>(), "backward", "cuda", list), ...);
   return list;
 }
 

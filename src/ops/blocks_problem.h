@@ -22,7 +22,8 @@ struct BlockSizes {
 };
 
 // Args is one of the argument structs of blocks.h. Validated: kernels trust it. The tensors of chunk_local_cumsum and
-// of gate_activation are rows, [B, T, HV, K]; a value per head is the row of its token, [B, T, 1, HV].
+// of gate_activation are rows, [B, T, HV, K]; a value per head is the row of its token, [B, T, 1, HV]. A_log and its
+// gradient are [HV], dt_bias and its gradient [HV], or [HV, K] per channel.
 template <class Args>
 struct BlockProblem {
   BlockSizes sizes;

@@ -9,6 +9,7 @@
 #include "cuda/backend.h"
 #include "ops/check.h"
 #include "ops/dispatch.h"
+#include "ops/parameters.h"
 
 namespace fastweight {
 namespace {
@@ -359,32 +360,9 @@ void check_rest(const DeltaRuleStep& args, const DeltaRuleSizes& sizes) {
 
 // ---- The problem --------------------------------------------------------------------------------------------------
 
-void flatten(TensorView& view) {
-  if (!view.present() || view.rank == 1) return;
-  int64_t count = 1;
-  for (size_t axis = 0; axis < static_cast<size_t>(view.rank); ++axis) count *= view.shape[axis];
-  view.rank = 1;
-  view.shape = {count};
-  view.strides = {1};
-}
-
-void as_heads_by_channels(TensorView& view, const DeltaRuleSizes& sizes) {
-  if (!view.present() || view.rank == 2) return;
-  flatten(view);
-  const int64_t stride = view.strides[0];
-  view.rank = 2;
-  view.shape = {sizes.num_value_heads, sizes.head_dim_k};
-  view.strides = {sizes.head_dim_k * stride, stride};
-}
-
-// Kernels see the parameters in one form each: A_log as [HV]; dt_bias as [HV], per channel as [HV, K].
-void unify_parameters(TensorView& a_log, TensorView& dt_bias, Gate gate, const DeltaRuleSizes& sizes) {
-  flatten(a_log);
-  if (gate == Gate::kPerChannel) {
-    as_heads_by_channels(dt_bias, sizes);
-  } else {
-    flatten(dt_bias);
-  }
+// Kernels see the parameters in one form each.
+void unify(TensorView& a_log, TensorView& dt_bias, Gate gate, const DeltaRuleSizes& sizes) {
+  unify_parameters(a_log, dt_bias, gate == Gate::kPerChannel, sizes.num_value_heads, sizes.head_dim_k);
 }
 
 // A step without tokens leaves its states as they are.
@@ -422,9 +400,9 @@ DeltaRuleProblem<Args> make_problem(const Context& context, const Args& args, co
   if (problem.scale == DeltaRuleOptions::kUnset) {
     problem.scale = 1 / std::sqrt(static_cast<double>(problem.sizes.head_dim_k));
   }
-  unify_parameters(problem.args.in.a_log, problem.args.in.dt_bias, args.options.gate, problem.sizes);
+  unify(problem.args.in.a_log, problem.args.in.dt_bias, args.options.gate, problem.sizes);
   if constexpr (requires { problem.args.da_log; }) {
-    unify_parameters(problem.args.da_log, problem.args.ddt_bias, args.options.gate, problem.sizes);
+    unify(problem.args.da_log, problem.args.ddt_bias, args.options.gate, problem.sizes);
   }
   return problem;
 }

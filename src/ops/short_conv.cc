@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/short_conv/list.h"
+#include "cuda/short_conv/list.h"
 #include "ops/check.h"
 #include "ops/dispatch.h"
 #include "ops/implementation.h"
@@ -165,6 +166,7 @@ ShortConvProblem<Args> make_problem(const Context& context, const Args& args) {
   problem.sizes = check_inputs(args.in);
   check_rest(args, problem.sizes);
   check::memory(arguments);
+  if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context.device, arguments);
   problem.has_fp64 = check::any_fp64(arguments);
   problem.args = args;
   return problem;
@@ -211,25 +213,26 @@ template <class Args>
 using ImplementationList = std::span<const Implementation<ShortConvProblem<Args>>>;
 
 template <class Args>
-std::string run(const char* entry, const Context& context, const Args& args, ImplementationList<Args> (*cpu_list)()) {
+std::string run(const char* entry, const Context& context, const Args& args, ImplementationList<Args> cpu_list,
+                ImplementationList<Args> cuda_list) {
   ShortConvProblem<Args> problem = make_problem(context, args);
   // However many empty sequences there are, they cost nothing.
   if (!has_sequences(args)) problem.sizes.batch = problem.sizes.num_sequences = 0;
-  return dispatch(entry, context, cpu_list(), problem, has_work(args), describe<ShortConvProblem<Args>>);
+  return dispatch(entry, context, cpu_list, problem, has_work(args), describe<ShortConvProblem<Args>>, cuda_list);
 }
 
 }  // namespace
 
 std::string short_conv_forward(const Context& context, const ShortConvForward& args) {
-  return run("short_conv_forward", context, args, cpu::short_conv_forward_list);
+  return run("short_conv_forward", context, args, cpu::short_conv_forward_list(), cuda::short_conv_forward_list());
 }
 
 std::string short_conv_backward(const Context& context, const ShortConvBackward& args) {
-  return run("short_conv_backward", context, args, cpu::short_conv_backward_list);
+  return run("short_conv_backward", context, args, cpu::short_conv_backward_list(), cuda::short_conv_backward_list());
 }
 
 std::string short_conv_step(const Context& context, const ShortConvStep& args) {
-  return run("short_conv_step", context, args, cpu::short_conv_step_list);
+  return run("short_conv_step", context, args, cpu::short_conv_step_list(), cuda::short_conv_step_list());
 }
 
 std::vector<ImplementationInfo> short_conv_implementations() {
@@ -237,6 +240,9 @@ std::vector<ImplementationInfo> short_conv_implementations() {
   append_infos(cpu::short_conv_forward_list(), "forward", "cpu", infos);
   append_infos(cpu::short_conv_backward_list(), "backward", "cpu", infos);
   append_infos(cpu::short_conv_step_list(), "step", "cpu", infos);
+  append_infos(cuda::short_conv_forward_list(), "forward", "cuda", infos);
+  append_infos(cuda::short_conv_backward_list(), "backward", "cuda", infos);
+  append_infos(cuda::short_conv_step_list(), "step", "cuda", infos);
   return infos;
 }
 

@@ -26,11 +26,7 @@ inline std::string name_of(Block block) {
 }
 
 inline std::vector<std::string> implementations(Block block, const std::string& mode) {
-  std::vector<std::string> names;
-  for (const ImplementationInfo& info : block_implementations(block)) {
-    if (info.mode == mode && info.device == "cpu") names.push_back(info.name);
-  }
-  return names;
+  return names_of(block_implementations(block), mode);
 }
 
 inline std::string describe(const BlockSpec& spec) {
@@ -54,14 +50,6 @@ inline BlockSpec spec_of(Block block, int64_t T, int64_t C = 64, Gate gate = Gat
   spec.T = T;
   spec.C = C;
   spec.gate = gate;
-  return spec;
-}
-
-inline BlockSpec with_lengths(BlockSpec spec, const std::vector<int64_t>& lengths) {
-  spec.B = 1;
-  spec.cu_seqlens = {0};
-  for (int64_t length : lengths) spec.cu_seqlens.push_back(spec.cu_seqlens.back() + length);
-  spec.T = spec.cu_seqlens.back();
   return spec;
 }
 
@@ -90,7 +78,7 @@ inline void expect_close(const BlockSpec& spec, const BlockResults& results, con
   }
 }
 
-// Every CPU implementation on this problem, against the reference in double.
+// Every implementation on this problem, against the reference in double.
 inline void check_forward(const BlockCase& problem) {
   const BlockResults expected = support::forward(support::in_double(problem), reference_context());
   for (const std::string& name : implementations(problem.spec.block, "forward")) {

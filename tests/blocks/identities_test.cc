@@ -22,7 +22,8 @@ Tensor solve(const Tensor& a, const std::string& implementation, DType type) {
   SolveTrilForward args;
   args.a = a.view();
   args.j = j.view();
-  EXPECT_EQ(solve_tril_forward(context_for(implementation), args), implementation);
+  const Context context = implementation == "reference" ? reference_context() : context_for(implementation);
+  EXPECT_EQ(support::run(context, args), implementation);
   return j;
 }
 
@@ -191,7 +192,7 @@ TEST(ChunkLocalCumsum, SumsByHand) {
   for (int64_t i = 0; i < x.size(); ++i) x.set(i, static_cast<double>(i % 7 - 3));
   for (const std::string& name : implementations(Block::kChunkLocalCumsum, "forward")) {
     for (bool reverse : {false, true}) {
-      EXPECT_EQ(chunk_local_cumsum(context_for(name), {x.view(), {}, 16, reverse, y.view()}), name);
+      EXPECT_EQ(support::run(context_for(name), ChunkLocalCumsum{x.view(), {}, 16, reverse, y.view()}), name);
       for (int64_t t = 0; t < 35; ++t) {
         const int64_t begin = t / 16 * 16, end = std::min<int64_t>(begin + 16, 35);
         for (int64_t h = 0; h < 2; ++h) {
@@ -211,8 +212,8 @@ TEST(L2Norm, ZeroRow) {
   dy.fill(1);
   for (const std::string& name : implementations(Block::kL2Norm, "forward")) {
     Tensor dx = support::poisoned(DType::kF32, {2, 5});
-    l2norm_forward(context_for(name), {x.view(), 1e-6, y.view(), rstd.view()});
-    l2norm_backward(context_for(name), {y.view(), rstd.view(), dy.view(), dx.view()});
+    support::run(context_for(name), L2NormForward{x.view(), 1e-6, y.view(), rstd.view()});
+    support::run(context_for(name), L2NormBackward{y.view(), rstd.view(), dy.view(), dx.view()});
     for (int64_t i = 0; i < 5; ++i) {
       EXPECT_EQ(y[i], 0) << name;
       EXPECT_NEAR(dx[i], 1000, 1e-3) << name;
@@ -234,13 +235,13 @@ TEST(GateActivation, Extremes) {
     args.in.x = x.view();
     args.in.a_log = a_log.view();
     args.g = g.view();
-    gate_activation_forward(context_for(name), args);
+    support::run(context_for(name), args);
     for (int64_t t = 0; t < T; ++t) {
       const double z = x[t], expected = z > 0 ? -(z + std::log1p(std::exp(-z))) : -std::log1p(std::exp(z));
       EXPECT_NEAR(g[t], expected, 1e-6 * std::fabs(expected) + 1e-12) << name << " at " << z;
     }
     args.options.lower_bound = -5;
-    gate_activation_forward(context_for(name), args);
+    support::run(context_for(name), args);
     for (int64_t t = 0; t < T; ++t) {
       const double expected = -5 / (1 + std::exp(-x[t]));
       EXPECT_NEAR(g[t], expected, 1e-6) << name << " at " << x[t];
@@ -266,7 +267,7 @@ TEST(GateActivation, ParameterGradientsDoNotDrift) {
     args.dx = dx.view();
     args.da_log = da_log.view();
     args.ddt_bias = ddt_bias.view();
-    gate_activation_backward(context_for(name), args);
+    support::run(context_for(name), args);
     const double slope = -dg[0] / (1 + std::exp(-z)), value = -dg[0] * std::log1p(std::exp(z));
     EXPECT_NEAR(ddt_bias[0] / (static_cast<double>(T) * slope), 1, 5e-7) << name;
     EXPECT_NEAR(da_log[0] / (static_cast<double>(T) * value), 1, 5e-7) << name;

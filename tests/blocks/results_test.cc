@@ -221,24 +221,31 @@ TEST_P(Blocks, SameBitsAloneAndPacked) {
   }
 }
 
-// fp64 tensors run on the reference, and the list says so.
-TEST_P(Blocks, SimdDeclinesDoubles) {
+// fp64 tensors run on the reference, and the lists say so.
+TEST_P(Blocks, OnlyTheReferenceTakesDoubles) {
   BlockSpec spec = spec_of(GetParam(), 20, 16);
   spec.dtype = DType::kF64;
   const BlockCase problem = support::draw(spec, 1);
   EXPECT_EQ(support::forward(problem, Context()).implementation, "reference");
-  try {
-    support::forward(problem, context_for("simd"));
-    FAIL() << "took fp64";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
-    EXPECT_NE(std::string(error.what()).find("fp64"), std::string::npos) << error.what();
+  for (const std::string& name : implementations(GetParam(), "forward")) {
+    if (name == "reference") continue;
+    try {
+      support::forward(problem, context_for(name));
+      FAIL() << name << " took fp64";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
+      EXPECT_NE(std::string(error.what()).find("fp64"), std::string::npos) << error.what();
+    }
   }
 }
 
-TEST_P(Blocks, ChoosesSimd) {
-  EXPECT_EQ(support::forward(support::draw(spec_of(GetParam(), 20, 16), 1), Context()).implementation, "simd");
-  EXPECT_EQ(block_implementations(GetParam()).back().name, "reference");
+TEST_P(Blocks, ChoosesTheFirst) {
+  const std::vector<std::string> names = implementations(GetParam(), "forward");
+  EXPECT_EQ(support::forward(support::draw(spec_of(GetParam(), 20, 16), 1), context_for("")).implementation, names[0]);
+  EXPECT_EQ(names[0], device().type == DeviceType::kCpu ? "simd" : "direct");
+  if (device().type == DeviceType::kCpu) {
+    EXPECT_EQ(names.back(), "reference");
+  }
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "support/placement.h"
+#include "tests/cuda/testing.h"
 #include "tests/delta_rule/cases.h"
 
 namespace fastweight::test {
@@ -19,14 +19,7 @@ using support::DeviceGraph;
 using support::DeviceStream;
 using support::draw;
 
-const Device kCuda{DeviceType::kCuda, 0};
-[[maybe_unused]] const bool g_on_cuda = (device() = kCuda, true);
-
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
-Tensor offsets_of(const std::vector<int64_t>& offsets, DType dtype = DType::kI64) {
-  return Tensor(dtype, {static_cast<int64_t>(offsets.size())}, std::vector<double>(offsets.begin(), offsets.end()));
-}
 
 // A forward with all its tensors on the device, the chunk states up to the bound.
 struct ForwardOnDevice {
@@ -55,11 +48,7 @@ struct ForwardOnDevice {
   }
 
   void poison() {
-    for (DeviceCopy* x : {o.get(), final_state.get(), chunk_states.get()}) {
-      Tensor values = x->get();
-      values.fill(kNaN);
-      x->set(values);
-    }
+    for (DeviceCopy* x : {o.get(), final_state.get(), chunk_states.get()}) test::poison(*x);
   }
 
   DeltaRuleResults results(int64_t tokens, int64_t chunks) const {

@@ -18,11 +18,7 @@ using support::ShortConvResults;
 using support::ShortConvSpec;
 
 inline std::vector<std::string> implementations(const std::string& mode) {
-  std::vector<std::string> names;
-  for (const ImplementationInfo& info : short_conv_implementations()) {
-    if (info.mode == mode && info.device == "cpu") names.push_back(info.name);
-  }
-  return names;
+  return names_of(short_conv_implementations(), mode);
 }
 
 // Specs -------------------------------------------------------------------------------------------------------------
@@ -49,14 +45,6 @@ inline ShortConvSpec spec_of(int64_t T, int64_t D, int64_t W = 4, Activation act
   spec.D = D;
   spec.W = W;
   spec.options.activation = activation;
-  return spec;
-}
-
-inline ShortConvSpec with_lengths(ShortConvSpec spec, const std::vector<int64_t>& lengths) {
-  spec.B = 1;
-  spec.cu_seqlens = {0};
-  for (int64_t length : lengths) spec.cu_seqlens.push_back(spec.cu_seqlens.back() + length);
-  spec.T = spec.cu_seqlens.back();
   return spec;
 }
 
@@ -117,12 +105,15 @@ inline ShortConvResults run_strided(const std::string& mode, const ShortConvCase
   const ShortConvOptions& options = problem.spec.options;
   ShortConvResults results;
   if (mode == "forward") {
-    results.implementation = short_conv_forward(context, {in, options, residual.view(), y.view(), final_state.view()});
+    const ShortConvForward args{in, options, residual.view(), y.view(), final_state.view()};
+    results.implementation = support::run(context, args);
   } else if (mode == "step") {
-    results.implementation = short_conv_step(context, {in, options, residual.view(), final_state.view(), {}, y.view()});
+    const ShortConvStep args{in, options, residual.view(), final_state.view(), {}, y.view()};
+    results.implementation = support::run(context, args);
   } else {
-    results.implementation = short_conv_backward(context, {in, options, dy.view(), d_final_state.view(), dx.view(),
-                                                           dw.view(), dbias.view(), d_initial_state.view()});
+    const ShortConvBackward args{in,        options,   dy.view(),    d_final_state.view(),
+                                 dx.view(), dw.view(), dbias.view(), d_initial_state.view()};
+    results.implementation = support::run(context, args);
   }
   for (const StridedTensor* output : {&y, &final_state, &dx, &dw, &dbias, &d_initial_state}) {
     EXPECT_TRUE(output->guards_intact()) << results.implementation << " wrote outside its outputs\n  "

@@ -173,4 +173,10 @@ inline float exp2_approx(float x) {
   return y < 1.17549435e-38f ? 0.0f : y;
 }
 
+inline float reciprocal_approx(float x) {
+  constexpr float kLeast = 1.17549435e-38f;
+  const float y = 1.0f / (std::fabs(x) < kLeast ? std::copysign(0.0f, x) : x);
+  return std::fabs(y) < kLeast ? std::copysign(0.0f, y) : y;
+}
+
 }  // namespace fastweight::cuda

@@ -33,6 +33,18 @@ __device__ __forceinline__ void with_type(DType dtype, const Body& body) {
   }
 }
 
+// The same on the host, for a template parameter: body.template operator()<dtype>().
+template <class Body>
+void with_element_type(DType dtype, const Body& body) {
+  if (dtype == DType::kF32) {
+    body.template operator()<DType::kF32>();
+  } else if (dtype == DType::kBF16) {
+    body.template operator()<DType::kBF16>();
+  } else {
+    body.template operator()<DType::kF16>();
+  }
+}
+
 // Bytes before element `offset`.
 FW_HOST_DEVICE inline int64_t byte_offset(DType dtype, int64_t offset) {
   return offset << (dtype == DType::kF32 ? 2 : 1);
@@ -43,6 +55,11 @@ __device__ __forceinline__ const char* element_at(const void* data, DType dtype,
 }
 __device__ __forceinline__ char* element_at(void* data, DType dtype, int64_t offset) {
   return static_cast<char*>(data) + byte_offset(dtype, offset);
+}
+
+// The offset of x[batch, token, head] in elements.
+__device__ __forceinline__ int64_t row_offset(const DeviceTensor& x, int64_t batch, int64_t token, int64_t head) {
+  return batch * x.strides[0] + token * x.strides[1] + head * x.strides[2];
 }
 
 // One element ---------------------------------------------------------------------------------------------------------

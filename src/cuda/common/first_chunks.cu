@@ -47,4 +47,14 @@ void build_first_chunks(const Sequences& sequences, int64_t chunk_size, int64_t*
   launch<first_chunks_kernel>("first_chunks", context, {1, kThreads}, sequences, chunk_size, first_chunk);
 }
 
+NumberedChunks::NumberedChunks(const Sequences& sequences, int64_t chunk_size, const Context& context)
+    : workspace_(context,
+                 sequences.offsets == nullptr ? 0 : static_cast<size_t>(sequences.count + 1) * sizeof(int64_t)),
+      chunked_{sequences, nullptr, chunk_size} {
+  if (sequences.offsets == nullptr) return;
+  auto* const first_chunk = static_cast<int64_t*>(workspace_.data());
+  build_first_chunks(sequences, chunk_size, first_chunk, context);
+  chunked_.first_chunk = first_chunk;
+}
+
 }  // namespace fastweight::cuda

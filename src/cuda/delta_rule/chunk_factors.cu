@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads) factors_kernel(const __grid_constant
     make_A<kType>(s, warp, lane);
     make_P<kType>(s, p.scale, 3 - warp, lane, args.factors.P + item * kChunkRows * kChunkRows);
     __syncthreads();
-    solve_unit_lower(s.A, s.T, warp, lane);
+    solve_unit_lower<kChunkRows>(s.A, s.T, warp, lane);
     __syncthreads();
     store_lower<kType>(s.T, args.factors.T + item * kChunkRows * kChunkRows);
     store_token_factors(s, p.scale, args.factors.token + item * 4 * kChunkRows,

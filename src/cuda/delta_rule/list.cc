@@ -1,21 +1,10 @@
 #include "cuda/delta_rule/list.h"
 
-#include <string>
-
+#include "cuda/declines.h"
 #include "cuda/delta_rule/implementations.h"
 
 namespace fastweight::cuda {
 namespace {
-
-template <class Problem>
-std::string no_fp64(const Problem& problem) {
-  return problem.has_fp64 ? "computes in fp32; fp64 tensors run on the CPU's reference" : "";
-}
-
-template <class Problem>
-bool always(const Problem&) {
-  return true;
-}
 
 constexpr Implementation<DeltaRuleForwardProblem> kForward[] = {
     {"chunk", declines_chunk_forward, always, chunk_forward},

@@ -1,6 +1,7 @@
 // What the options make of a token's raw gate and beta values, and where its rows stand.
 #pragma once
 
+#include "cuda/common/activations.cuh"
 #include "cuda/common/elements.cuh"
 #include "cuda/delta_rule/device_problem.h"
 
@@ -8,14 +9,6 @@ namespace fastweight::cuda {
 
 // 1 / sqrt(sum x^2 + eps) with this eps is the factor of the l2 norm.
 inline constexpr float kL2NormEps = 1e-6f;
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
-// The offset of x[batch, token, head] in elements.
-__device__ __forceinline__ int64_t row_offset(const DeviceTensor& x, int64_t batch, int64_t token, int head) {
-  return batch * x.strides[0] + token * x.strides[1] + head * x.strides[2];
-}
 
 __device__ __forceinline__ float beta_of(const DeltaRuleDeviceProblem& problem, float x) {
   return problem.beta_sigmoid ? problem.beta_factor * sigmoid(x) : x;

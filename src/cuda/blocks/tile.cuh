@@ -1,0 +1,92 @@
+// Products of chunk-sized matrices in fp32: slabs of operands in shared memory, 4 x 4 results in each thread.
+//
+// A slab holds up to 64 rows of a chunk, transposed: [depth][64]. The four rows of a group lie together, so that an
+// operand of a thread is one load of 16 bytes, and group g of depth d lies at g ^ (d / 4 % 16): a warp that stores 16
+// neighbouring quads of two rows, as they come from memory, meets every bank twice instead of 16 times.
+#pragma once
+
+#include "cuda/common/elements.cuh"
+#include "cuda/common/sequences.h"
+
+namespace fastweight::cuda {
+
+inline constexpr int kTileRows = 64;
+
+struct Slab {
+  float* data;
+
+  __device__ __forceinline__ static int group_offset(int d, int group) {
+    return d * kTileRows + ((group ^ ((d >> 2) & 15)) << 2);
+  }
+  __device__ __forceinline__ float& at(int d, int row) const { return data[group_offset(d, row >> 2) + (row & 3)]; }
+  __device__ __forceinline__ float4& group(int d, int group) const {
+    return *reinterpret_cast<float4*>(data + group_offset(d, group));
+  }
+};
+
+__device__ __forceinline__ void unpack(const float4& x, float (&values)[4]) {
+  values[0] = x.x;
+  values[1] = x.y;
+  values[2] = x.z;
+  values[3] = x.w;
+}
+
+// c += a b^T
+__device__ __forceinline__ void outer_product(const float (&a)[4], const float (&b)[4], float (&c)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) c[i][j] = fmaf(a[i], b[j], c[i][j]);
+  }
+}
+
+// Four elements from column `column` on of a row of a [B, T, H, width] tensor that begins at `offset`; 0 beyond it.
+__device__ __forceinline__ void load_row_quad(const DeviceTensor& x, int64_t offset, int column, int width,
+                                              float (&values)[4]) {
+  with_type(x.dtype, [&](auto type) {
+    const int64_t at = offset + column * x.strides[3];
+    decode_quad<type.value>(x.quads && column < width
+                                ? load_quad<type.value>(element_at(x.data, type.value, at))
+                                : gather_quad(x.data, type.value, at, x.strides[3], width - column),
+                            values);
+  });
+}
+
+// The same to a tensor.
+__device__ __forceinline__ void store_row_quad(const DeviceTensor& x, int64_t offset, int column, int width,
+                                               const float (&values)[4]) {
+  const int64_t at = offset + column * x.strides[3];
+  if (x.quads && column < width) {
+    with_type(x.dtype, [&](auto type) { store_quad<type.value>(element_at(x.data, type.value, at), values); });
+  } else {
+    scatter_quad(x.data, x.dtype, at, x.strides[3], width - column, values);
+  }
+}
+
+// `rows` rows of `depth` columns into a slab: read(row, column, values) gives four neighbouring columns, or leaves the
+// zeros that it finds. Neighbouring threads have neighbouring columns.
+template <class Read>
+__device__ __forceinline__ void stage_columns(int rows, int depth, const Slab& slab, const Read& read) {
+  const int quads = depth / 4;
+  for (int at = threadIdx.x; at < rows * quads; at += blockDim.x) {
+    const int row = at / quads, column = at % quads * 4;
+    float values[4] = {};
+    read(row, column, values);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) slab.at(column + e, row) = values[e];
+  }
+}
+
+// One number per token; `otherwise` where the tensor is absent, 0 beyond the chunk.
+__device__ __forceinline__ void stage_numbers(const DeviceTensor& x, const ChunkSpan& span, int64_t head,
+                                              float otherwise, int rows, float* numbers) {
+  for (int row = threadIdx.x; row < rows; row += blockDim.x) {
+    float value = 0;
+    if (row < span.length) {
+      value = x.present() ? load_float(x.data, x.dtype, row_offset(x, span.batch, span.begin + row, head)) : otherwise;
+    }
+    numbers[row] = value;
+  }
+}
+
+}  // namespace fastweight::cuda

@@ -1,0 +1,169 @@
+// The WY factors of a chunk:  W = J (beta * exp(gamma) * k),  U = J (beta * v).
+//
+// A block has a chunk of a value head. J stays in shared memory, transposed; the columns of W and then of U go in
+// panels of 64, of which a thread makes 4 x 4 numbers, from the rows up to its own.
+#include <algorithm>
+
+#include "cuda/blocks/chunks.h"
+#include "cuda/blocks/implementations.h"
+#include "cuda/blocks/tile.cuh"
+#include "cuda/common/launch.h"
+
+namespace fastweight::cuda {
+namespace {
+
+constexpr int kMostThreads = 256;
+constexpr int kPanel = 64;  // columns
+
+struct Args {
+  DeviceTensor k, v;         // [B, T, H, K], [B, T, HV, V]
+  DeviceTensor beta, gamma;  // [B, T, HV]; [B, T, HV] or [B, T, HV, K]
+  DeviceTensor j;            // [B, T, HV, C]
+  DeviceTensor w, u;         // [B, T, HV, K], [B, T, HV, V]; optional
+  ChunkedSequences chunked;
+  int64_t num_chunks = 0;  // at most
+  int64_t heads = 0;       // HV
+  int64_t group = 1;
+  int32_t head_dim_k = 0, head_dim_v = 0;
+  int32_t chunk_size = 0;
+  Gate gate = Gate::kNone;
+};
+
+struct Shared {
+  alignas(16) float J[kTileRows * kTileRows];  // transposed
+  alignas(16) float x[kTileRows * kPanel];     // [row][column]: beta * exp(gamma) * k, or beta * v
+  float beta[kTileRows];
+  float on_k[kTileRows];  // beta * exp(gamma), with one number per head or none
+};
+
+__device__ __forceinline__ void load_J(const Args& args, const ChunkSpan& span, int64_t head, Shared& s) {
+  stage_columns(args.chunk_size, args.chunk_size, {s.J}, [&](int row, int column, float(&values)[4]) {
+    if (row >= span.length || column > row) return;
+    load_row_quad(args.j, row_offset(args.j, span.batch, span.begin + row, head), column, args.chunk_size, values);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) values[e] = column + e > row ? 0.0f : values[e];
+  });
+}
+
+// read(row, column, values) gives four numbers of the panel's columns, 0 beyond the chunk.
+template <class Read>
+__device__ __forceinline__ void load_panel(int rows, Shared& s, const Read& read) {
+  constexpr int kQuads = kPanel / 4;
+  for (int at = threadIdx.x; at < rows * kQuads; at += blockDim.x) {
+    const int row = at / kQuads, column = at % kQuads * 4;
+    float values[4] = {};
+    read(row, column, values);
+    *reinterpret_cast<float4*>(s.x + row * kPanel + column) = make_float4(values[0], values[1], values[2], values[3]);
+  }
+}
+
+// Columns [first, first + 64) of J x to the caller.
+__device__ __forceinline__ void multiply_panel(const ChunkSpan& span, int64_t head, const DeviceTensor& out, int first,
+                                               int width, Shared& s) {
+  const int tile = threadIdx.x / (kPanel / 4), column = threadIdx.x % (kPanel / 4) * 4;
+  float c[4][4] = {};
+#pragma unroll 4
+  for (int m = 0; m < 4 * tile + 4; ++m) {
+    float a[4], b[4];
+    unpack(Slab{s.J}.group(m, tile), a);
+    unpack(*reinterpret_cast<const float4*>(s.x + m * kPanel + column), b);
+    outer_product(a, b, c);
+  }
+  if (first + column >= width) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = 4 * tile + i;
+    if (row >= span.length) continue;
+    store_row_quad(out, row_offset(out, span.batch, span.begin + row, head), first + column, width, c[i]);
+  }
+}
+
+__device__ __forceinline__ void make_W(const Args& args, const ChunkSpan& span, int64_t head, Shared& s) {
+  for (int first = 0; first < args.head_dim_k; first += kPanel) {
+    load_panel(args.chunk_size, s, [&](int row, int column, float(&values)[4]) {
+      if (row >= span.length) return;
+      const int64_t token = span.begin + row;
+      load_row_quad(args.k, row_offset(args.k, span.batch, token, head / args.group), first + column, args.head_dim_k,
+                    values);
+      if (args.gate == Gate::kPerChannel) {
+        float gamma[4];
+        load_row_quad(args.gamma, row_offset(args.gamma, span.batch, token, head), first + column, args.head_dim_k,
+                      gamma);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) values[e] *= s.beta[row] * expf(gamma[e]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) values[e] *= s.on_k[row];
+      }
+    });
+    __syncthreads();
+    multiply_panel(span, head, args.w, first, args.head_dim_k, s);
+    __syncthreads();  // before the next panel overwrites this one
+  }
+}
+
+__device__ __forceinline__ void make_U(const Args& args, const ChunkSpan& span, int64_t head, Shared& s) {
+  for (int first = 0; first < args.head_dim_v; first += kPanel) {
+    load_panel(args.chunk_size, s, [&](int row, int column, float(&values)[4]) {
+      if (row >= span.length) return;
+      load_row_quad(args.v, row_offset(args.v, span.batch, span.begin + row, head), first + column, args.head_dim_v,
+                    values);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) values[e] *= s.beta[row];
+    });
+    __syncthreads();
+    multiply_panel(span, head, args.u, first, args.head_dim_v, s);
+    __syncthreads();  // before the next panel overwrites this one
+  }
+}
+
+__global__ void __launch_bounds__(kMostThreads, 3) wy_kernel(const __grid_constant__ Args args) {
+  __shared__ Shared s;
+  const int64_t items = args.num_chunks * args.heads;
+  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+    const int64_t chunk = item / args.heads, head = item - chunk * args.heads;
+    const ChunkSpan span = chunk_at(args.chunked, chunk);
+    if (span.sequence < 0) return;  // chunks are numbered without gaps: none follows
+    load_J(args, span, head, s);
+    stage_numbers(args.beta, span, head, 1.0f, args.chunk_size, s.beta);
+    if (args.gate == Gate::kPerHead) stage_numbers(args.gamma, span, head, 0.0f, args.chunk_size, s.on_k);
+    __syncthreads();
+    for (int row = threadIdx.x; row < args.chunk_size; row += blockDim.x) {
+      s.on_k[row] = args.gate == Gate::kPerHead ? s.beta[row] * expf(s.on_k[row]) : s.beta[row];
+    }
+    __syncthreads();
+    if (args.w.present()) make_W(args, span, head, s);
+    if (args.u.present()) make_U(args, span, head, s);
+  }
+}
+
+}  // namespace
+
+void blocks::direct(const BlockProblem<WyForward>& problem, const Context& context) {
+  const WyForward& forward = problem.args;
+  const BlockSizes& sizes = problem.sizes;
+  const NumberedChunks chunks = number_chunks(sizes, forward.in.cu_seqlens, context);
+  Args args;
+  args.k = device_tensor(forward.in.k);
+  args.v = device_tensor(forward.in.v);
+  args.beta = device_tensor(forward.in.beta);
+  args.gamma = device_tensor(forward.in.gamma);
+  args.j = device_tensor(forward.in.j);
+  args.w = device_tensor(forward.w);
+  args.u = device_tensor(forward.u);
+  args.chunked = chunks.chunked();
+  args.num_chunks = chunks.count();
+  args.heads = sizes.num_value_heads;
+  args.group = sizes.group;
+  args.head_dim_k = static_cast<int32_t>(sizes.head_dim_k);
+  args.head_dim_v = static_cast<int32_t>(sizes.head_dim_v);
+  args.chunk_size = static_cast<int32_t>(sizes.chunk_size);
+  args.gate = sizes.gate;
+  const int64_t items = args.num_chunks * args.heads;
+  if (items == 0) return;
+  const LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(items, 1 << 30)),
+                          static_cast<unsigned>(args.chunk_size / 4 * (kPanel / 4))};
+  launch<wy_kernel>("wy", context, shape, args);
+}
+
+}  // namespace fastweight::cuda

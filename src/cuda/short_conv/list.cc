@@ -1,0 +1,22 @@
+#include "cuda/short_conv/list.h"
+
+#include "cuda/declines.h"
+#include "cuda/short_conv/implementations.h"
+
+namespace fastweight::cuda {
+namespace {
+
+constexpr Implementation<ShortConvForwardProblem> kForward[] = {
+    {"direct", no_fp64, always, short_conv::direct_forward},
+};
+constexpr Implementation<ShortConvStepProblem> kStep[] = {
+    {"direct", no_fp64, always, short_conv::direct_step},
+};
+
+}  // namespace
+
+std::span<const Implementation<ShortConvForwardProblem>> short_conv_forward_list() { return kForward; }
+std::span<const Implementation<ShortConvBackwardProblem>> short_conv_backward_list() { return {}; }
+std::span<const Implementation<ShortConvStepProblem>> short_conv_step_list() { return kStep; }
+
+}  // namespace fastweight::cuda
