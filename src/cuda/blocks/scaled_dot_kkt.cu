@@ -103,10 +103,22 @@ __device__ __forceinline__ void store_tile(const Args& args, const ChunkSpan& sp
 // Channels [first, first + depth) of a chunk's keys.
 __device__ __forceinline__ void stage_keys(const Args& args, const ChunkSpan& span, int64_t head, int first, int depth,
                                            const Slab& slab) {
-  stage_columns(args.chunk_size, depth, slab, [&](int row, int d, float(&values)[4]) {
-    if (row >= span.length) return;
-    load_row_quad(args.k, row_offset(args.k, span.batch, span.begin + row, head), first + d, args.head_dim_k, values);
-  });
+  const auto start = [&](int row) {
+    return row < span.length ? row_offset(args.k, span.batch, span.begin + row, head) : int64_t{-1};
+  };
+  read_quads(args.k, args.chunk_size, first, depth, args.head_dim_k, start,
+             [&](int row, int d, const float(&values)[4]) { put_columns(slab, row, d, values); });
+}
+
+// The same of gamma. Rows beyond the chunk go on without decay: no exponent is positive because of them.
+__device__ __forceinline__ void stage_gamma(const Args& args, const ChunkSpan& span, int64_t head, int first, int depth,
+                                            const Slab& slab) {
+  const auto start = [&](int row) {
+    const int64_t token = span.begin + (row < span.length ? row : span.length - 1);
+    return row_offset(args.gamma, span.batch, token, head);
+  };
+  read_quads(args.gamma, args.chunk_size, first, depth, args.head_dim_k, start,
+             [&](int row, int d, const float(&values)[4]) { put_columns(slab, row, d, values); });
 }
 
 __device__ __forceinline__ int slab_depth(int most, int left) { return left >= most ? most : (left + 3) / 4 * 4; }
@@ -217,11 +229,7 @@ __device__ __forceinline__ void run_item(const Args& args, const ChunkSpan& span
     const int depth = slab_depth(s.kDepth, args.head_dim_k - first);
     __syncthreads();  // the slabs before have been read
     stage_keys(args, span, head / args.group, first, depth, {s.k});
-    // Rows beyond the chunk go on without decay: no exponent is positive because of them.
-    stage_columns(rows, depth, {s.gamma}, [&](int row, int d, float(&values)[4]) {
-      const int64_t token = span.begin + (row < span.length ? row : span.length - 1);
-      load_row_quad(args.gamma, row_offset(args.gamma, span.batch, token, head), first + d, args.head_dim_k, values);
-    });
+    stage_gamma(args, span, head, first, depth, {s.gamma});
     __syncthreads();
     make_factors(rows, depth, s);
     __syncthreads();
@@ -242,7 +250,7 @@ __device__ __forceinline__ void run_item(const Args& args, const ChunkSpan& span
 }
 
 template <bool kPerChannel>
-__global__ void __launch_bounds__(kMostThreads) kkt_kernel(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(kMostThreads, 4) kkt_kernel(const __grid_constant__ Args args) {
   __shared__ Shared<kPerChannel> s;
   const TilePlace tile = tile_of(args.chunk_size);
   const int64_t items = args.num_chunks * args.heads;

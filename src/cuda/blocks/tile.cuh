@@ -24,6 +24,12 @@ struct Slab {
   }
 };
 
+// Numbers to the places of a slab that belong to four columns of a row.
+__device__ __forceinline__ void put_columns(const Slab& slab, int row, int column, const float (&values)[4]) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) slab.at(column + e, row) = values[e];
+}
+
 __device__ __forceinline__ void unpack(const float4& x, float (&values)[4]) {
   values[0] = x.x;
   values[1] = x.y;
@@ -40,19 +46,7 @@ __device__ __forceinline__ void outer_product(const float (&a)[4], const float (
   }
 }
 
-// Four elements from column `column` on of a row of a [B, T, H, width] tensor that begins at `offset`; 0 beyond it.
-__device__ __forceinline__ void load_row_quad(const DeviceTensor& x, int64_t offset, int column, int width,
-                                              float (&values)[4]) {
-  with_type(x.dtype, [&](auto type) {
-    const int64_t at = offset + column * x.strides[3];
-    decode_quad<type.value>(x.quads && column < width
-                                ? load_quad<type.value>(element_at(x.data, type.value, at))
-                                : gather_quad(x.data, type.value, at, x.strides[3], width - column),
-                            values);
-  });
-}
-
-// The same to a tensor.
+// Four elements from column `column` on of a row that begins at `offset`, as far as it has them.
 __device__ __forceinline__ void store_row_quad(const DeviceTensor& x, int64_t offset, int column, int width,
                                                const float (&values)[4]) {
   const int64_t at = offset + column * x.strides[3];
@@ -63,18 +57,37 @@ __device__ __forceinline__ void store_row_quad(const DeviceTensor& x, int64_t of
   }
 }
 
-// `rows` rows of `depth` columns into a slab: read(row, column, values) gives four neighbouring columns, or leaves the
-// zeros that it finds. Neighbouring threads have neighbouring columns.
-template <class Read>
-__device__ __forceinline__ void stage_columns(int rows, int depth, const Slab& slab, const Read& read) {
-  const int quads = depth / 4;
-  for (int at = threadIdx.x; at < rows * quads; at += blockDim.x) {
-    const int row = at / quads, column = at % quads * 4;
-    float values[4] = {};
-    read(row, column, values);
+// Calls use(row, column, values) for the quads of `rows` rows from column `first` on, as many columns as a row has in
+// `columns`; what lies beyond `width` is 0. start(row) is the offset of a row of x, or below 0 for a row of zeros.
+// Neighbouring threads have neighbouring quads, and the loads of kBatch quads of a thread are on their way at once.
+template <class Start, class Use>
+__device__ __forceinline__ void read_quads(const DeviceTensor& x, int rows, int first, int columns, int width,
+                                           const Start& start, const Use& use) {
+  constexpr int kBatch = 4;
+  const int across = columns / 4, count = rows * across, step = blockDim.x;
+  with_type(x.dtype, [&](auto type) {
+    for (int base = threadIdx.x; base < count; base += kBatch * step) {
+      RawQuad raw[kBatch];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) slab.at(column + e, row) = values[e];
-  }
+      for (int u = 0; u < kBatch; ++u) {
+        const int at = base + u * step, row = at / across, column = first + (at - row * across) * 4;
+        raw[u] = {};
+        const int64_t offset = at < count && column < width ? start(row) : int64_t{-1};
+        if (offset < 0) continue;
+        raw[u] = x.quads
+                     ? load_quad<type.value>(element_at(x.data, type.value, offset + column))
+                     : gather_quad(x.data, type.value, offset + column * x.strides[3], x.strides[3], width - column);
+      }
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) {
+        const int at = base + u * step, row = at / across;
+        if (at >= count) continue;
+        float values[4];
+        decode_quad<type.value>(raw[u], values);
+        use(row, (at - row * across) * 4, values);
+      }
+    }
+  });
 }
 
 // One number per token; `otherwise` where the tensor is absent, 0 beyond the chunk.

@@ -33,28 +33,48 @@ struct Shared {
   alignas(16) float J[kTileRows * kTileRows];  // transposed
   alignas(16) float x[kTileRows * kPanel];     // [row][column]: beta * exp(gamma) * k, or beta * v
   float beta[kTileRows];
-  float on_k[kTileRows];  // beta * exp(gamma), with one number per head or none
+  float on_k[kTileRows];  // beta, times exp(gamma) with one number per head
 };
 
+// Where a chunk's rows of a tensor begin.
+__device__ __forceinline__ auto rows_of(const DeviceTensor& x, const ChunkSpan& span, int64_t head) {
+  return [&x, &span, head](int row) {
+    return row < span.length ? row_offset(x, span.batch, span.begin + row, head) : int64_t{-1};
+  };
+}
+
+// What stands above the diagonal is not looked at.
 __device__ __forceinline__ void load_J(const Args& args, const ChunkSpan& span, int64_t head, Shared& s) {
-  stage_columns(args.chunk_size, args.chunk_size, {s.J}, [&](int row, int column, float(&values)[4]) {
-    if (row >= span.length || column > row) return;
-    load_row_quad(args.j, row_offset(args.j, span.batch, span.begin + row, head), column, args.chunk_size, values);
+  read_quads(args.j, args.chunk_size, 0, args.chunk_size, args.chunk_size, rows_of(args.j, span, head),
+             [&](int row, int column, float(&values)[4]) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) values[e] = column + e > row ? 0.0f : values[e];
+               for (int e = 0; e < 4; ++e) values[e] = column + e > row ? 0.0f : values[e];
+               put_columns({s.J}, row, column, values);
+             });
+}
+
+__device__ __forceinline__ float4& panel_at(Shared& s, int row, int column) {
+  return *reinterpret_cast<float4*>(s.x + row * kPanel + column);
+}
+
+// A panel of x, times a number per row.
+__device__ __forceinline__ void load_panel(const DeviceTensor& x, const ChunkSpan& span, int64_t head, int rows,
+                                           int first, int width, const float* factor, Shared& s) {
+  read_quads(x, rows, first, kPanel, width, rows_of(x, span, head), [&](int row, int column, const float(&v)[4]) {
+    const float f = factor[row];
+    panel_at(s, row, column) = make_float4(f * v[0], f * v[1], f * v[2], f * v[3]);
   });
 }
 
-// read(row, column, values) gives four numbers of the panel's columns, 0 beyond the chunk.
-template <class Read>
-__device__ __forceinline__ void load_panel(int rows, Shared& s, const Read& read) {
-  constexpr int kQuads = kPanel / 4;
-  for (int at = threadIdx.x; at < rows * kQuads; at += blockDim.x) {
-    const int row = at / kQuads, column = at % kQuads * 4;
-    float values[4] = {};
-    read(row, column, values);
-    *reinterpret_cast<float4*>(s.x + row * kPanel + column) = make_float4(values[0], values[1], values[2], values[3]);
-  }
+// The panel times exp(gamma), one number per channel. A thread meets the quads that it loaded.
+__device__ __forceinline__ void decay_panel(const Args& args, const ChunkSpan& span, int64_t head, int first,
+                                            Shared& s) {
+  read_quads(args.gamma, args.chunk_size, first, kPanel, args.head_dim_k, rows_of(args.gamma, span, head),
+             [&](int row, int column, const float(&gamma)[4]) {
+               const float4 x = panel_at(s, row, column);
+               panel_at(s, row, column) =
+                   make_float4(x.x * expf(gamma[0]), x.y * expf(gamma[1]), x.z * expf(gamma[2]), x.w * expf(gamma[3]));
+             });
 }
 
 // Columns [first, first + 64) of J x to the caller.
@@ -80,22 +100,8 @@ __device__ __forceinline__ void multiply_panel(const ChunkSpan& span, int64_t he
 
 __device__ __forceinline__ void make_W(const Args& args, const ChunkSpan& span, int64_t head, Shared& s) {
   for (int first = 0; first < args.head_dim_k; first += kPanel) {
-    load_panel(args.chunk_size, s, [&](int row, int column, float(&values)[4]) {
-      if (row >= span.length) return;
-      const int64_t token = span.begin + row;
-      load_row_quad(args.k, row_offset(args.k, span.batch, token, head / args.group), first + column, args.head_dim_k,
-                    values);
-      if (args.gate == Gate::kPerChannel) {
-        float gamma[4];
-        load_row_quad(args.gamma, row_offset(args.gamma, span.batch, token, head), first + column, args.head_dim_k,
-                      gamma);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) values[e] *= s.beta[row] * expf(gamma[e]);
-      } else {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) values[e] *= s.on_k[row];
-      }
-    });
+    load_panel(args.k, span, head / args.group, args.chunk_size, first, args.head_dim_k, s.on_k, s);
+    if (args.gate == Gate::kPerChannel) decay_panel(args, span, head, first, s);
     __syncthreads();
     multiply_panel(span, head, args.w, first, args.head_dim_k, s);
     __syncthreads();  // before the next panel overwrites this one
@@ -104,13 +110,7 @@ __device__ __forceinline__ void make_W(const Args& args, const ChunkSpan& span, 
 
 __device__ __forceinline__ void make_U(const Args& args, const ChunkSpan& span, int64_t head, Shared& s) {
   for (int first = 0; first < args.head_dim_v; first += kPanel) {
-    load_panel(args.chunk_size, s, [&](int row, int column, float(&values)[4]) {
-      if (row >= span.length) return;
-      load_row_quad(args.v, row_offset(args.v, span.batch, span.begin + row, head), first + column, args.head_dim_v,
-                    values);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) values[e] *= s.beta[row];
-    });
+    load_panel(args.v, span, head, args.chunk_size, first, args.head_dim_v, s.beta, s);
     __syncthreads();
     multiply_panel(span, head, args.u, first, args.head_dim_v, s);
     __syncthreads();  // before the next panel overwrites this one

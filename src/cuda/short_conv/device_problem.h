@@ -34,8 +34,10 @@ ShortConvDeviceProblem common_part(const ShortConvProblem<Args>& problem) {
   device.x = device_tensor(in.x);
   device.w = device_tensor(in.w);
   device.bias = device_tensor(in.bias);
-  device.residual = device_tensor(problem.args.residual);
-  device.y = device_tensor(problem.args.y);
+  if constexpr (requires { problem.args.y; }) {
+    device.residual = device_tensor(problem.args.residual);
+    device.y = device_tensor(problem.args.y);
+  }
   device.sequences = device_sequences(in.cu_seqlens, problem.sizes.num_sequences, problem.sizes.tokens);
   device.channels = problem.sizes.channels;
   device.width = static_cast<int32_t>(problem.sizes.width);
@@ -49,6 +51,13 @@ inline ShortConvDeviceProblem device_problem(const ShortConvForwardProblem& prob
   ShortConvDeviceProblem device = short_conv_detail::common_part(problem);
   device.state_before = device_tensor(problem.args.in.initial_state);
   device.state_after = device_tensor(problem.args.final_state);
+  return device;
+}
+
+// Its gradients are the kernels' own.
+inline ShortConvDeviceProblem device_problem(const ShortConvBackwardProblem& problem) {
+  ShortConvDeviceProblem device = short_conv_detail::common_part(problem);
+  device.state_before = device_tensor(problem.args.in.initial_state);
   return device;
 }
 

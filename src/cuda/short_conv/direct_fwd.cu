@@ -6,17 +6,14 @@
 // or with the state, so ranges are independent and how a sequence is cut into them does not show in the results. An
 // item of a step is a whole sequence. Tokens go in tiles, whose loads are all on their way before the first is used: 64
 // bytes in each of 640 threads are 40 KB of a multiprocessor, where the memory of an H200 asks for about 30 KB.
-//
-// The filter is right-aligned in kTaps registers per channel; taps before the first one are skipped, not multiplied by
-// 0: an infinite input W tokens back must not reach an output.
 #include <algorithm>
 
 #include "cuda/common/activations.cuh"
 #include "cuda/common/elements.cuh"
 #include "cuda/common/first_chunks.h"
 #include "cuda/common/launch.h"
-#include "cuda/short_conv/device_problem.h"
 #include "cuda/short_conv/implementations.h"
+#include "cuda/short_conv/window.cuh"
 
 namespace fastweight::cuda {
 namespace {
@@ -25,7 +22,6 @@ constexpr int kChannels = 4;  // of a thread
 template <DType kType>
 constexpr int kTile = kType == DType::kF32 ? 4 : 8;  // tokens: 64 bytes
 constexpr int kMostThreads = 128;
-constexpr int kMostTaps = 16;
 
 struct Args {
   ShortConvDeviceProblem problem;
@@ -38,6 +34,12 @@ struct Args {
   int64_t slots = 0;
 };
 
+// What an item does.
+struct Part : Place {
+  int64_t first = 0, end = 0;  // tokens to filter
+  bool state = false;          // write the state after the sequence
+};
+
 // A forward's ranges, then its states; a step's sequences.
 FW_HOST_DEVICE inline int64_t num_items(const Args& args) {
   const ShortConvDeviceProblem& p = args.problem;
@@ -45,24 +47,12 @@ FW_HOST_DEVICE inline int64_t num_items(const Args& args) {
   return (args.num_ranges + sequences) * args.channel_blocks;
 }
 
-// What an item does.
-struct Part {
-  int64_t batch = 0, begin = 0;  // the sequence's first token
-  int64_t length = 0;            // of the sequence
-  int64_t first = 0, end = 0;    // tokens to filter
-  int64_t slot = 0;              // of the states; below 0: skip the sequence
-  bool state = false;            // write the state after the sequence
-  int64_t channel = 0;           // the thread's first
-  int count = 0;                 // of its channels
-};
-
 __device__ __forceinline__ Part part_of(const Args& args, int64_t item) {
   const ShortConvDeviceProblem& p = args.problem;
   const int64_t row = item / args.channel_blocks, block = item - row * args.channel_blocks;
   Part part;
   part.channel = (block * blockDim.x + threadIdx.x) * kChannels;
-  const int64_t left = p.channels - part.channel;
-  part.count = left < kChannels ? static_cast<int>(left) : kChannels;
+  part.count = channels_from<kChannels>(p, part.channel);
   int64_t sequence = row;
   if (!args.step && row < args.num_ranges) {
     const ChunkSpan span = chunk_at(args.ranges, row);
@@ -77,62 +67,15 @@ __device__ __forceinline__ Part part_of(const Args& args, int64_t item) {
     sequence -= args.num_ranges;
     part.state = true;
   }
-  const SequenceSpan span = sequence_at(p.sequences, sequence);
-  part.batch = span.batch;
-  part.begin = span.begin;
-  part.length = span.length;
-  part.slot = sequence;
+  set_sequence(p, sequence, part);
   if (args.step) {
-    part.end = span.length;
+    part.end = part.length;
     const DeviceTensor& indices = args.state_indices;
     if (indices.present()) part.slot = load_integer(indices.data, indices.dtype, sequence * indices.strides[0]);
     if (part.slot >= args.slots) part.slot = -1;
-    part.state = part.slot >= 0 && span.length > 0;
+    part.state = part.slot >= 0 && part.length > 0;
   }
   return part;
-}
-
-// Four channels of the columns of a [.., D, W] tensor, right-aligned: row kTaps - W + i is column i. `offset` is that
-// of the first channel.
-template <int kTaps>
-__device__ __forceinline__ void load_columns(const DeviceTensor& x, int axis, int64_t offset, int width, int count,
-                                             float (&rows)[kTaps][kChannels]) {
-  if (x.quads && width == kTaps) {
-    with_type(x.dtype, [&](auto type) {
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        const int64_t channel = offset + (c < count ? c : 0) * x.strides[axis];
-#pragma unroll
-        for (int i = 0; i < kTaps; i += 4) {
-          float values[4];
-          decode_quad<type.value>(load_quad<type.value>(element_at(x.data, type.value, channel + i)), values);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) rows[i + e][c] = values[e];
-        }
-      }
-    });
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kTaps; ++i) {
-    const int column = i - (kTaps - width);
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      const bool there = column >= 0 && c < count;
-      rows[i][c] =
-          there ? load_float(x.data, x.dtype, offset + c * x.strides[axis] + column * x.strides[axis + 1]) : 0.0f;
-    }
-  }
-}
-
-__device__ __forceinline__ int64_t token_offset(const DeviceTensor& x, const Part& part, int64_t t) {
-  return part.batch * x.strides[0] + (part.begin + t) * x.strides[1] + part.channel * x.strides[2];
-}
-
-template <DType kType>
-__device__ __forceinline__ RawQuad load_token(const DeviceTensor& x, int64_t offset, int count) {
-  if (x.quads) return load_quad<kType>(element_at(x.data, kType, offset));
-  return gather_quad(x.data, kType, offset, x.strides[2], count);
 }
 
 // Tokens [t, t + tokens) of the part; zeros beyond.
@@ -140,6 +83,7 @@ template <DType kType>
 __device__ __forceinline__ void load_tile(const DeviceTensor& x, const Part& part, int64_t t, int tokens,
                                           RawQuad (&raw)[kTile<kType>]) {
   const int64_t offset = token_offset(x, part, t), step = x.strides[1];
+  // Apart, so that the loads stand one after the other.
   if (x.quads) {
 #pragma unroll
     for (int i = 0; i < kTile<kType>; ++i) {
@@ -157,72 +101,25 @@ __device__ __forceinline__ void add_residual(const DeviceTensor& residual, int64
                                              float (&z)[kChannels]) {
   with_type(residual.dtype, [&](auto type) {
     float values[kChannels];
-    decode_quad<type.value>(load_token<type.value>(residual, offset, count), values);
+    decode_quad<type.value>(load_token<type.value, kChannels>(residual, offset, count), values);
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) z[c] += values[c];
   });
 }
 
-// y is of x's type or fp32.
-template <DType kType>
-__device__ __forceinline__ void store_token(const DeviceTensor& y, int64_t offset, int count, const float* values) {
-  if (!y.quads) {
-    scatter_quad(y.data, y.dtype, offset, y.strides[2], count, values);
-  } else if (kType == DType::kF32 || y.dtype == DType::kF32) {
-    store_quad<DType::kF32>(element_at(y.data, DType::kF32, offset), values);
-  } else {
-    store_quad<kType>(element_at(y.data, kType, offset), values);
-  }
-}
-
-// x_{t - kTaps + 1} .. x_{t - 1} of the part's first token. Ranges begin at multiples of at least kMostTaps, so the
-// rows are those of a state or tokens, never both.
-template <DType kType, int kTaps>
-__device__ __forceinline__ void open_window(const ShortConvDeviceProblem& p, const Part& part,
-                                            float (&window)[kTaps][kChannels]) {
-  if (part.first == 0) {
-    const DeviceTensor& state = p.state_before;
-    float rows[kTaps][kChannels] = {};
-    if (state.present()) {
-      load_columns<kTaps>(state, 1, part.slot * state.strides[0] + part.channel * state.strides[1], p.width, part.count,
-                          rows);
-    }
-#pragma unroll
-    for (int i = 1; i < kTaps; ++i) {
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) window[i - 1][c] = rows[i][c];
-    }
-    return;
-  }
-  const int64_t offset = token_offset(p.x, part, part.first - kTaps + 1);
-  RawQuad raw[kTaps];
-#pragma unroll
-  for (int i = 0; i < kTaps - 1; ++i) raw[i] = load_token<kType>(p.x, offset + i * p.x.strides[1], part.count);
-#pragma unroll
-  for (int i = 0; i < kTaps - 1; ++i) decode_quad<kType>(raw[i], window[i]);
-}
-
-// At most kTile tokens. Row kTaps - 1 of the window is the current token's; a token later every row is one further up.
+// At most kTile tokens.
 template <DType kType, int kTaps>
 __device__ __forceinline__ void filter_tile(const ShortConvDeviceProblem& p, const Part& part, int64_t t, int tokens,
                                             const float (&w)[kTaps][kChannels], const float (&bias)[kChannels],
                                             float (&window)[kTaps][kChannels]) {
   RawQuad raw[kTile<kType>];
   load_tile<kType>(p.x, part, t, tokens, raw);
-  const int skipped = kTaps - p.width;
   const int64_t y = token_offset(p.y, part, t);
 #pragma unroll
   for (int i = 0; i < kTile<kType>; ++i) {
-    decode_quad<kType>(raw[i], window[kTaps - 1]);
+    decode_token<kType>(raw[i], window[kTaps - 1]);
     float z[kChannels];
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) z[c] = bias[c];
-#pragma unroll
-    for (int tap = 0; tap < kTaps; ++tap) {
-      if (tap < skipped) continue;
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) z[c] = fmaf(w[tap][c], window[tap][c], z[c]);
-    }
+    convolve(p.width, w, bias, window, z);
     if (p.silu) {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) z[c] = silu_approx(z[c]);
@@ -231,24 +128,16 @@ __device__ __forceinline__ void filter_tile(const ShortConvDeviceProblem& p, con
       if (p.residual.present()) add_residual(p.residual, token_offset(p.residual, part, t + i), part.count, z);
       store_token<kType>(p.y, y + i * p.y.strides[1], part.count, z);
     }
-#pragma unroll
-    for (int j = 1; j < kTaps; ++j) {
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) window[j - 1][c] = window[j][c];
-    }
+    advance_window(window);
   }
 }
 
 template <DType kType, int kTaps>
 __device__ __forceinline__ void filter(const ShortConvDeviceProblem& p, const Part& part) {
   float w[kTaps][kChannels], bias[kChannels], window[kTaps][kChannels];
-  load_columns<kTaps>(p.w, 0, part.channel * p.w.strides[0], p.width, part.count, w);
-#pragma unroll
-  for (int c = 0; c < kChannels; ++c) {
-    const bool there = p.bias.present() && c < part.count;
-    bias[c] = there ? load_float(p.bias.data, p.bias.dtype, (part.channel + c) * p.bias.strides[0]) : 0.0f;
-  }
-  open_window<kType>(p, part, window);
+  load_columns(p.w, 0, part.channel * p.w.strides[0], p.width, part.count, w);
+  load_bias(p, part, bias);
+  open_window<kType>(p, part, part.first, window);
 #pragma unroll 1
   for (int64_t t = part.first; t < part.end; t += kTile<kType>) {
     const int64_t left = part.end - t;

@@ -7,6 +7,7 @@
 namespace fastweight::cuda::short_conv {
 
 void direct_forward(const ShortConvForwardProblem& problem, const Context& context);
+void direct_backward(const ShortConvBackwardProblem& problem, const Context& context);
 void direct_step(const ShortConvStepProblem& problem, const Context& context);
 
 }  // namespace fastweight::cuda::short_conv
