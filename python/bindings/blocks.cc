@@ -4,44 +4,48 @@
 
 #include "convert.h"
 
-#define FW_CUMSUM "Tensor x, Tensor? cu_seqlens, int chunk_size, bool reverse, ScalarType dtype) -> Tensor y"
-#define FW_SOLVE_TRIL "Tensor A, Tensor? cu_seqlens, ScalarType dtype) -> Tensor J"
-#define FW_L2NORM "Tensor x, float eps, ScalarType dtype) -> (Tensor y, Tensor rstd)"
+#define FW_CUMSUM "(Tensor x, Tensor? cu_seqlens, int chunk_size, bool reverse, ScalarType dtype) -> Tensor y"
+#define FW_SOLVE_TRIL "(Tensor A, Tensor? cu_seqlens, ScalarType dtype) -> Tensor J"
+#define FW_L2NORM "(Tensor x, float eps, ScalarType dtype) -> (Tensor y, Tensor rstd)"
 #define FW_GATE_INPUTS \
   "Tensor x, Tensor? A_log, Tensor? dt_bias, Tensor? cu_seqlens, float? lower_bound, int chunk_size"
-#define FW_GATE FW_GATE_INPUTS ", ScalarType dtype) -> Tensor g"
+#define FW_GATE "(" FW_GATE_INPUTS ", ScalarType dtype) -> Tensor g"
 
 namespace fastweight::bindings {
 namespace {
 
-std::vector<int64_t> shape_of(const Tensor& tensor) {
-  const auto sizes = tensor.sizes();
-  return {sizes.begin(), sizes.end()};
-}
-
 // ---- Sums within chunks -------------------------------------------------------------------------------------------
 
-Tensor cumsum(const Tensor& x, const OptionalTensor& cu_seqlens, int64_t chunk_size, bool reverse, ScalarType dtype) {
-  const Tensor y = dense(x, shape_of(x), dtype);
-  ChunkLocalCumsum args;
-  args.x = view("g", x);
-  args.cu_seqlens = view("cu_seqlens", cu_seqlens);
-  args.chunk_size = static_cast<int32_t>(chunk_size);
-  args.reverse = reverse;
-  args.y = view("y", y);
-  chunk_local_cumsum(ContextOf(x), args);
-  return y;
-}
+struct CumsumInputs {
+  explicit CumsumInputs(Arguments& arguments)
+      : x(arguments.tensor()),
+        cu_seqlens(arguments.optional_tensor()),
+        chunk_size(arguments.take<int64_t>()),
+        reverse(arguments.take<bool>()) {}
+
+  ChunkLocalCumsum views() const {
+    ChunkLocalCumsum args;
+    args.x = view("g", x);
+    args.cu_seqlens = view("cu_seqlens", cu_seqlens);
+    args.chunk_size = static_cast<int32_t>(chunk_size);
+    args.reverse = reverse;
+    return args;
+  }
+
+  Tensor x, cu_seqlens;
+  int64_t chunk_size;
+  bool reverse;
+};
 
 void cumsum_forward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const auto x = arguments.take<Tensor>();
-    const auto cu_seqlens = arguments.take<OptionalTensor>();
-    const auto chunk_size = arguments.take<int64_t>();
-    const auto reverse = arguments.take<bool>();
-    const auto dtype = arguments.take<ScalarType>();
-    give(stack, cumsum(x, cu_seqlens, chunk_size, reverse, dtype));
+    const CumsumInputs in(arguments);
+    const auto dtype = arguments.take<int32_t>();
+    ChunkLocalCumsum args = in.views();
+    Tensor y = dense_like(args.x, dtype_of("y", dtype), args.y);
+    chunk_local_cumsum(ContextOf(args.x), args);
+    give(stack, y);
   });
 }
 
@@ -49,12 +53,12 @@ void cumsum_forward(StableIValue* stack, uint64_t, uint64_t) {
 void cumsum_backward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const auto dy = arguments.take<Tensor>();
-    const auto cu_seqlens = arguments.take<OptionalTensor>();
-    const auto chunk_size = arguments.take<int64_t>();
-    const auto reverse = arguments.take<bool>();
-    arguments.take<int64_t>();
-    give(stack, cumsum(dy, cu_seqlens, chunk_size, !reverse, dy.scalar_type()));
+    const CumsumInputs in(arguments);
+    ChunkLocalCumsum args = in.views();
+    args.reverse = !args.reverse;
+    Tensor dx = dense_like(args.x, args.y);
+    chunk_local_cumsum(ContextOf(args.x), args);
+    give(stack, dx);
   });
 }
 
@@ -63,15 +67,14 @@ void cumsum_backward(StableIValue* stack, uint64_t, uint64_t) {
 void solve_tril_forward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const auto a = arguments.take<Tensor>();
-    const auto cu_seqlens = arguments.take<OptionalTensor>();
-    const auto dtype = arguments.take<ScalarType>();
-    const Tensor j = dense(a, shape_of(a), dtype);
+    const Tensor a = arguments.tensor();
+    const Tensor cu_seqlens = arguments.optional_tensor();
+    const auto dtype = arguments.take<int32_t>();
     SolveTrilForward args;
     args.a = view("A", a);
     args.cu_seqlens = view("cu_seqlens", cu_seqlens);
-    args.j = view("J", j);
-    solve_tril_forward(ContextOf(a), args);
+    Tensor j = dense_like(args.a, dtype_of("J", dtype), args.j);
+    solve_tril_forward(ContextOf(args.a), args);
     give(stack, j);
   });
 }
@@ -79,17 +82,15 @@ void solve_tril_forward(StableIValue* stack, uint64_t, uint64_t) {
 void solve_tril_backward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const auto dj = arguments.take<Tensor>();
-    const auto j = arguments.take<Tensor>();
-    const auto cu_seqlens = arguments.take<OptionalTensor>();
-    arguments.take<int64_t>();
-    const Tensor da = dense(j, shape_of(j), state_dtype(j));
+    const Tensor dj = arguments.tensor();
+    const Tensor j = arguments.tensor();
+    const Tensor cu_seqlens = arguments.optional_tensor();
     SolveTrilBackward args;
     args.j = view("J", j);
     args.dj = view("dJ", dj);
     args.cu_seqlens = view("cu_seqlens", cu_seqlens);
-    args.da = view("dA", da);
-    solve_tril_backward(ContextOf(j), args);
+    Tensor da = dense_like(args.j, state_dtype(args.j), args.da);
+    solve_tril_backward(ContextOf(args.j), args);
     give(stack, da);
   });
 }
@@ -99,18 +100,16 @@ void solve_tril_backward(StableIValue* stack, uint64_t, uint64_t) {
 void l2norm_forward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const auto x = arguments.take<Tensor>();
+    const Tensor x = arguments.tensor();
     L2NormForward args;
     args.eps = arguments.take<double>();
-    const auto dtype = arguments.take<ScalarType>();
-    std::vector<int64_t> shape = shape_of(x);
-    const Tensor y = dense(x, shape, dtype);
-    if (!shape.empty()) shape.pop_back();
-    const Tensor rstd = dense(x, shape, state_dtype(x));
+    const auto dtype = arguments.take<int32_t>();
     args.x = view("x", x);
-    args.y = view("y", y);
-    args.rstd = view("rstd", rstd);
-    l2norm_forward(ContextOf(x), args);
+    TensorView rows = args.x;
+    if (rows.rank > 0) --rows.rank;
+    Tensor y = dense_like(args.x, dtype_of("y", dtype), args.y);
+    Tensor rstd = dense_like(rows, state_dtype(args.x), args.rstd);
+    l2norm_forward(ContextOf(args.x), args);
     give(stack, y, rstd);
   });
 }
@@ -118,17 +117,15 @@ void l2norm_forward(StableIValue* stack, uint64_t, uint64_t) {
 void l2norm_backward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const auto dy = arguments.take<Tensor>();
-    const auto y = arguments.take<Tensor>();
-    const auto rstd = arguments.take<Tensor>();
-    arguments.take<int64_t>();
-    const Tensor dx = dense_like(y);
+    const Tensor dy = arguments.tensor();
+    const Tensor y = arguments.tensor();
+    const Tensor rstd = arguments.tensor();
     L2NormBackward args;
     args.y = view("y", y);
     args.rstd = view("rstd", rstd);
     args.dy = view("dy", dy);
-    args.dx = view("dx", dx);
-    l2norm_backward(ContextOf(y), args);
+    Tensor dx = dense_like(args.y, args.dx);
+    l2norm_backward(ContextOf(args.y), args);
     give(stack, dx);
   });
 }
@@ -137,34 +134,39 @@ void l2norm_backward(StableIValue* stack, uint64_t, uint64_t) {
 
 struct GateInputs {
   explicit GateInputs(Arguments& arguments)
-      : x(arguments.take<Tensor>()),
-        a_log(arguments.take<OptionalTensor>()),
-        dt_bias(arguments.take<OptionalTensor>()),
-        cu_seqlens(arguments.take<OptionalTensor>()) {
-    options.lower_bound = number("lower_bound", arguments.take<std::optional<double>>());
-    options.chunk_size = static_cast<int32_t>(arguments.take<int64_t>());
-  }
+      : x(arguments.tensor()),
+        a_log(arguments.optional_tensor()),
+        dt_bias(arguments.optional_tensor()),
+        cu_seqlens(arguments.optional_tensor()),
+        lower_bound(arguments.take<std::optional<double>>()),
+        chunk_size(arguments.take<int64_t>()) {}
 
   GateActivationInputs views() const {
     return {view("g", x), view("A_log", a_log), view("dt_bias", dt_bias), view("cu_seqlens", cu_seqlens)};
   }
 
-  Tensor x;
-  OptionalTensor a_log, dt_bias, cu_seqlens;
-  GateActivationOptions options;
+  GateActivationOptions options() const {
+    GateActivationOptions options;
+    options.lower_bound = number("lower_bound", lower_bound);
+    options.chunk_size = static_cast<int32_t>(chunk_size);
+    return options;
+  }
+
+  Tensor x, a_log, dt_bias, cu_seqlens;
+  std::optional<double> lower_bound;
+  int64_t chunk_size;
 };
 
 void gate_forward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
     const GateInputs in(arguments);
-    const auto dtype = arguments.take<ScalarType>();
-    const Tensor g = dense(in.x, shape_of(in.x), dtype);
+    const auto dtype = arguments.take<int32_t>();
     GateActivationForward args;
     args.in = in.views();
-    args.options = in.options;
-    args.g = view("output", g);
-    gate_activation_forward(ContextOf(in.x), args);
+    args.options = in.options();
+    Tensor g = dense_like(args.in.x, dtype_of("output", dtype), args.g);
+    gate_activation_forward(ContextOf(args.in.x), args);
     give(stack, g);
   });
 }
@@ -172,57 +174,43 @@ void gate_forward(StableIValue* stack, uint64_t, uint64_t) {
 void gate_backward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const auto dg = arguments.take<Tensor>();
+    const Tensor dg = arguments.tensor();
     const GateInputs in(arguments);
-    const Gradients output{in.x, arguments.take<int64_t>()};
+    const int64_t gradients = arguments.take<int64_t>();
     GateActivationBackward args;
     args.in = in.views();
-    args.options = in.options;
+    args.options = in.options();
     args.dg = view("d_output", dg);
-    const Tensor dx = output(0, "dg", in.x, args.dx);
-    const Tensor da_log = output(1, "dA_log", in.a_log, args.da_log);
-    const Tensor ddt_bias = output(2, "ddt_bias", in.dt_bias, args.ddt_bias);
-    gate_activation_backward(ContextOf(in.x), args);
+    const Gradients output{args.in.x, gradients};
+    Tensor dx = output(0, args.in.x, args.dx);
+    Tensor da_log = output(1, args.in.a_log, args.da_log);
+    Tensor ddt_bias = output(2, args.in.dt_bias, args.ddt_bias);
+    gate_activation_backward(ContextOf(args.in.x), args);
     give(stack, dx, da_log, ddt_bias);
   });
 }
 
-// For every device: the library says what it can do where.
-void implement(Library& m) {
-  m.impl("chunk_local_cumsum_forward", &cumsum_forward);
-  m.impl("chunk_local_cumsum_differentiable", &cumsum_forward);
-  m.impl("chunk_local_cumsum_backward", &cumsum_backward);
-  m.impl("solve_tril_forward", &solve_tril_forward);
-  m.impl("solve_tril_differentiable", &solve_tril_forward);
-  m.impl("solve_tril_backward", &solve_tril_backward);
-  m.impl("l2norm_forward", &l2norm_forward);
-  m.impl("l2norm_differentiable", &l2norm_forward);
-  m.impl("l2norm_backward", &l2norm_backward);
-  m.impl("gate_activation_forward", &gate_forward);
-  m.impl("gate_activation_differentiable", &gate_forward);
-  m.impl("gate_activation_backward", &gate_backward);
-}
+constexpr Operator kOperators[] = {
+    {"chunk_local_cumsum_forward" FW_CUMSUM, &cumsum_forward},
+    {"chunk_local_cumsum_differentiable" FW_CUMSUM, &cumsum_forward},
+    {"chunk_local_cumsum_backward(Tensor dy, Tensor? cu_seqlens, int chunk_size, bool reverse, int gradients)"
+     " -> Tensor dx",
+     &cumsum_backward},
+    {"solve_tril_forward" FW_SOLVE_TRIL, &solve_tril_forward},
+    {"solve_tril_differentiable" FW_SOLVE_TRIL, &solve_tril_forward},
+    {"solve_tril_backward(Tensor dJ, Tensor J, Tensor? cu_seqlens, int gradients) -> Tensor dA", &solve_tril_backward},
+    {"l2norm_forward" FW_L2NORM, &l2norm_forward},
+    {"l2norm_differentiable" FW_L2NORM, &l2norm_forward},
+    {"l2norm_backward(Tensor dy, Tensor y, Tensor rstd, int gradients) -> Tensor dx", &l2norm_backward},
+    {"gate_activation_forward" FW_GATE, &gate_forward},
+    {"gate_activation_differentiable" FW_GATE, &gate_forward},
+    {"gate_activation_backward(Tensor dg, " FW_GATE_INPUTS
+     ", int gradients) -> (Tensor dx, Tensor dA_log, Tensor ddt_bias)",
+     &gate_backward},
+};
 
 }  // namespace
+
+std::span<const Operator> blocks_operators() { return kOperators; }
+
 }  // namespace fastweight::bindings
-
-STABLE_TORCH_LIBRARY_FRAGMENT(fastweight, m) {
-  m.def("chunk_local_cumsum_forward(" FW_CUMSUM);
-  m.def("chunk_local_cumsum_differentiable(" FW_CUMSUM);
-  m.def(
-      "chunk_local_cumsum_backward(Tensor dy, Tensor? cu_seqlens, int chunk_size, bool reverse, int gradients)"
-      " -> Tensor dx");
-  m.def("solve_tril_forward(" FW_SOLVE_TRIL);
-  m.def("solve_tril_differentiable(" FW_SOLVE_TRIL);
-  m.def("solve_tril_backward(Tensor dJ, Tensor J, Tensor? cu_seqlens, int gradients) -> Tensor dA");
-  m.def("l2norm_forward(" FW_L2NORM);
-  m.def("l2norm_differentiable(" FW_L2NORM);
-  m.def("l2norm_backward(Tensor dy, Tensor y, Tensor rstd, int gradients) -> Tensor dx");
-  m.def("gate_activation_forward(" FW_GATE);
-  m.def("gate_activation_differentiable(" FW_GATE);
-  m.def("gate_activation_backward(Tensor dg, " FW_GATE_INPUTS
-        ", int gradients) -> (Tensor dx, Tensor dA_log, Tensor ddt_bias)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastweight, CPU, m) { fastweight::bindings::implement(m); }
-STABLE_TORCH_LIBRARY_IMPL(fastweight, CUDA, m) { fastweight::bindings::implement(m); }

@@ -18,33 +18,33 @@ namespace {
   throw Error(ErrorCode::kInvalidArgument, std::string(name) + ": expected " + expected + ", got " + got);
 }
 
-DType dtype_of(const char* name, const Tensor& tensor) {
-  switch (const ScalarType type = tensor.scalar_type()) {
-    case ScalarType::Float:
-      return DType::kF32;
-    case ScalarType::BFloat16:
-      return DType::kBF16;
-    case ScalarType::Half:
-      return DType::kF16;
-    case ScalarType::Double:
-      return DType::kF64;
-    case ScalarType::Int:
-      return DType::kI32;
-    case ScalarType::Long:
-      return DType::kI64;
-    default:
-      invalid(name, "float32, bfloat16, float16, float64, int32 or int64", torch::headeronly::toString(type));
-  }
-}
-
-Device device_of(const Tensor& tensor) {
-  if (!tensor.is_cuda()) return {};
-  return {DeviceType::kCuda, tensor.get_device_index()};
-}
-
 // Status codes of the C functions under the stable ABI. PyTorch's macro for this changed its name after 2.11.
 void check_shim(AOTITorchError status) {
   if (status != AOTI_TORCH_SUCCESS) throw std::runtime_error("a call into PyTorch failed");
+}
+
+// PyTorch's numbers for types and devices, asked for once.
+const int32_t kCodes[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16(),
+                          aoti_torch_dtype_float64(), aoti_torch_dtype_int32(),    aoti_torch_dtype_int64()};
+constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64, DType::kI32, DType::kI64};
+const int32_t kCpuCode = aoti_torch_device_type_cpu(), kCudaCode = aoti_torch_device_type_cuda();
+
+int32_t code_of(DType dtype) { return kCodes[std::find(kDTypes, std::end(kDTypes), dtype) - kDTypes]; }
+
+std::string dtype_text(int32_t code) {
+  return torch::headeronly::toString(
+      torch::stable::detail::to<torch::headeronly::ScalarType>(torch::stable::detail::from(code)));
+}
+
+Tensor allocate(TensorView& view) {
+  AtenTensorHandle handle = nullptr;
+  // The shim's own function: a call through the dispatcher takes twice as long.
+  check_shim(aoti_torch_empty_strided(view.rank, view.shape.data(), view.strides.data(), code_of(view.dtype),
+                                      view.device.type == DeviceType::kCuda ? kCudaCode : kCpuCode, view.device.index,
+                                      &handle));
+  Tensor tensor(handle);
+  check_shim(aoti_torch_get_data_ptr(handle, &view.data));
+  return tensor;
 }
 
 // PyTorch's library for CUDA is loaded where there are CUDA tensors. A build for the CPU has none to link to.
@@ -63,26 +63,40 @@ void* current_cuda_stream(int32_t device_index) {
 
 }  // namespace
 
-TensorView view(const char* name, const Tensor& tensor) {
-  TensorView result;
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
-  if (sizes.size() > static_cast<size_t>(kMaxRank)) {
-    invalid(name, "at most " + std::to_string(kMaxRank) + " dimensions", std::to_string(sizes.size()));
-  }
-  result.data = tensor.data_ptr();
-  result.dtype = dtype_of(name, tensor);
-  result.device = device_of(tensor);
-  result.rank = static_cast<int32_t>(sizes.size());
-  for (size_t axis = 0; axis < sizes.size(); ++axis) {
-    result.shape[axis] = sizes[axis];
-    result.strides[axis] = strides[axis];
-  }
-  return result;
+StableIValue result(Tensor tensor) {
+  AtenTensorHandle handle = tensor.release();
+  if (handle == nullptr) check_shim(aoti_torch_new_uninitialized_tensor(&handle));
+  return torch::stable::detail::from(handle);
 }
 
-TensorView view(const char* name, const OptionalTensor& tensor) {
-  return tensor.has_value() ? view(name, *tensor) : TensorView{};
+DType dtype_of(const char* name, int32_t code) {
+  const int32_t* found = std::find(kCodes, std::end(kCodes), code);
+  if (found != std::end(kCodes)) return kDTypes[found - kCodes];
+  invalid(name, "float32, bfloat16, float16, float64, int32 or int64", dtype_text(code));
+}
+
+TensorView view(const char* name, const Tensor& tensor) {
+  TensorView result;
+  AtenTensorHandle handle = tensor.get();
+  if (handle == nullptr) return result;
+  int64_t rank = 0, *sizes = nullptr, *strides = nullptr;
+  int32_t dtype = 0, device_type = 0;
+  check_shim(aoti_torch_get_dim(handle, &rank));
+  if (rank > kMaxRank) invalid(name, "at most " + std::to_string(kMaxRank) + " dimensions", std::to_string(rank));
+  check_shim(aoti_torch_get_sizes(handle, &sizes));
+  check_shim(aoti_torch_get_strides(handle, &strides));
+  check_shim(aoti_torch_get_dtype(handle, &dtype));
+  check_shim(aoti_torch_get_device_type(handle, &device_type));
+  check_shim(aoti_torch_get_data_ptr(handle, &result.data));
+  result.dtype = dtype_of(name, dtype);
+  if (device_type == kCudaCode) {
+    result.device.type = DeviceType::kCuda;
+    check_shim(aoti_torch_get_device_index(handle, &result.device.index));
+  }
+  result.rank = static_cast<int32_t>(rank);
+  std::copy_n(sizes, rank, result.shape.begin());
+  std::copy_n(strides, rank, result.strides.begin());
+  return result;
 }
 
 double number(const char* name, const std::optional<double>& value) {
@@ -91,10 +105,31 @@ double number(const char* name, const std::optional<double>& value) {
   return *value;
 }
 
-ContextOf::ContextOf(const Tensor& tensor) : tensor_(tensor) {
-  context_.device = device_of(tensor);
+Tensor dense(const TensorView& like, DType dtype, std::initializer_list<int64_t> shape, TensorView& destination) {
+  TensorView view;
+  view.rank = static_cast<int32_t>(shape.size());
+  std::copy(shape.begin(), shape.end(), view.shape.begin());
+  view.device = like.device;
+  return dense_like(view, dtype, destination);
+}
+
+Tensor dense_like(const TensorView& like, DType dtype, TensorView& destination) {
+  destination = like;
+  destination.dtype = dtype;
+  int64_t stride = 1;
+  for (size_t axis = static_cast<size_t>(like.rank); axis-- > 0;) {
+    destination.strides[axis] = stride;
+    stride *= std::max<int64_t>(like.shape[axis], 1);
+  }
+  return allocate(destination);
+}
+
+ContextOf::ContextOf(const TensorView& tensor) {
+  context_.device = tensor.device;
   if (context_.device.type == DeviceType::kCpu) {
-    context_.num_threads = static_cast<int>(torch::stable::get_num_threads());
+    uint32_t num_threads = 0;
+    check_shim(torch_get_num_threads(&num_threads));
+    context_.num_threads = static_cast<int>(num_threads);
     return;
   }
   context_.stream = current_cuda_stream(context_.device.index);
@@ -104,58 +139,31 @@ ContextOf::ContextOf(const Tensor& tensor) : tensor_(tensor) {
 void* ContextOf::allocate(void* self, size_t bytes) {
   ContextOf& context = *static_cast<ContextOf*>(self);
   try {
-    context.scratch_.push_back(dense(context.tensor_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
-    return context.scratch_.back().data_ptr();
+    TensorView block;
+    block.device = context.context_.device;
+    const auto count = static_cast<int64_t>((bytes + sizeof(float) - 1) / sizeof(float));
+    context.scratch_.push_back(dense(block, DType::kF32, {count}, block));
+    return block.data;
   } catch (const std::exception&) {
     return nullptr;
   }
 }
 
-Tensor dense(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
-  std::vector<int64_t> strides(shape.size(), 1);
-  for (size_t axis = shape.size(); axis-- > 1;) strides[axis - 1] = strides[axis] * std::max<int64_t>(shape[axis], 1);
-  int32_t device_type = 0;
-  check_shim(aoti_torch_get_device_type(like.get(), &device_type));
-  const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-  AtenTensorHandle handle = nullptr;
-  // The shim's own function: a call through the dispatcher takes twice as long.
-  check_shim(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(), code,
-                                      device_type, like.get_device_index(), &handle));
-  return Tensor(handle);
-}
-
-Tensor dense_like(const Tensor& like) {
-  const auto sizes = like.sizes();
-  return dense(like, {sizes.begin(), sizes.end()}, like.scalar_type());
-}
-
-ScalarType state_dtype(const Tensor& q) {
-  return q.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
-int64_t num_sequences(const Tensor& q, const OptionalTensor& cu_seqlens) {
-  return cu_seqlens.has_value() ? cu_seqlens->numel() - 1 : q.size(0);
-}
-
 namespace {
 
-Tensor gradient(const Gradients& gradients, int i, const char* name, const OptionalTensor& input,
-                std::optional<ScalarType> dtype, TensorView& destination) {
-  if (!(gradients.asked_for >> i & 1) || !input.has_value()) return nothing();
-  const auto shape = input->sizes();
-  const Tensor result = dense(gradients.q, {shape.begin(), shape.end()}, dtype.value_or(input->scalar_type()));
-  destination = view(name, result);
-  return result;
+Tensor gradient(const Gradients& gradients, int i, const TensorView& input, DType dtype, TensorView& destination) {
+  if (!(gradients.asked_for >> i & 1) || !input.present()) return {};
+  return dense_like(input, dtype, destination);
 }
 
 }  // namespace
 
-Tensor Gradients::operator()(int i, const char* name, const OptionalTensor& input, TensorView& destination) const {
-  return gradient(*this, i, name, input, std::nullopt, destination);
+Tensor Gradients::operator()(int i, const TensorView& input, TensorView& destination) const {
+  return gradient(*this, i, input, input.dtype, destination);
 }
 
-Tensor Gradients::of_state(int i, const char* name, const OptionalTensor& input, TensorView& destination) const {
-  return gradient(*this, i, name, input, state_dtype(q), destination);
+Tensor Gradients::of_state(int i, const TensorView& input, TensorView& destination) const {
+  return gradient(*this, i, input, state_dtype(q), destination);
 }
 
 void rethrow(std::exception_ptr error) {

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <exception>
+#include <initializer_list>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -16,13 +18,45 @@
 
 namespace fastweight::bindings {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Library = torch::stable::detail::StableLibrary;
-using OptionalTensor = std::optional<Tensor>;
+// An operator of PyTorch: its schema, which begins with its name, and what it runs on every device. The library says
+// what it can do where.
+struct Operator {
+  const char* schema;
+  void (*kernel)(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
+};
+
+// One list per file; module.cc registers them.
+std::span<const Operator> delta_rule_operators();
+std::span<const Operator> ttt_linear_operators();
+std::span<const Operator> short_conv_operators();
+std::span<const Operator> blocks_operators();
+std::span<const Operator> info_operators();
+
+// One reference to a tensor of PyTorch, or none. PyTorch's own wrapper shares its reference and asks PyTorch for one
+// property at a time, which a decoding step would notice.
+class Tensor {
+ public:
+  Tensor() = default;
+  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
+  Tensor(Tensor&& other) noexcept : handle_(other.release()) {}
+  Tensor& operator=(Tensor&& other) noexcept {
+    std::swap(handle_, other.handle_);
+    return *this;
+  }
+  ~Tensor() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+
+  AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
+
+ private:
+  AtenTensorHandle handle_ = nullptr;
+};
 
 // The arguments of an operator in the order of its schema, taken one by one; then its results in the same way. Structs
-// that read themselves from here keep the order of a long argument list in one place.
+// that read themselves from here keep the order of a long argument list in one place. Taking does not fail: what is
+// wrong with an argument is found when all of them have an owner.
 class Arguments {
  public:
   explicit Arguments(StableIValue* stack) : next_(stack) {}
@@ -31,65 +65,76 @@ class Arguments {
   T take() {
     return torch::stable::detail::to<T>(*next_++);
   }
+  Tensor tensor() { return Tensor(take<AtenTensorHandle>()); }
+  Tensor optional_tensor() { return Tensor(take<std::optional<AtenTensorHandle>>().value_or(nullptr)); }
 
  private:
   StableIValue* next_;
 };
 
+// A result that is no tensor becomes None in Python: operators return a fixed number of them.
+StableIValue result(Tensor tensor);
+
 template <class... Tensors>
-void give(StableIValue* stack, const Tensors&... results) {
-  ((*stack++ = torch::stable::detail::from(results)), ...);
+void give(StableIValue* stack, Tensors&&... results) {
+  ((*stack++ = result(std::move(results))), ...);
 }
 
-// Throws for an element type or a rank that the library has no word for.
+// Throws for an element type or a rank that the library has no word for. No tensor: an absent view.
 TensorView view(const char* name, const Tensor& tensor);
-TensorView view(const char* name, const OptionalTensor& tensor);
+
+// The element type that a ScalarType of a schema, an int32_t on the stack, stands for; `name` is what has it.
+DType dtype_of(const char* name, int32_t code);
 
 // A finite number, or infinity, the library's word for an absent one.
 double number(const char* name, const std::optional<double>& value);
 
-// Runs on the device of `tensor`: on the CPU with PyTorch's number of threads, on CUDA on PyTorch's current stream with
+// New tensors, dense: on the device of `like`, with elements that are undefined. `destination` becomes their view.
+Tensor dense(const TensorView& like, DType dtype, std::initializer_list<int64_t> shape, TensorView& destination);
+Tensor dense_like(const TensorView& like, DType dtype, TensorView& destination);
+inline Tensor dense_like(const TensorView& like, TensorView& destination) {
+  return dense_like(like, like.dtype, destination);
+}
+
+// Outputs are made before the library has seen the arguments: an axis that is not there counts as empty.
+inline int64_t extent(const TensorView& view, int axis) {
+  return axis < view.rank ? view.shape[static_cast<size_t>(axis)] : 0;
+}
+
+// States are fp32, in an fp64 problem fp64.
+inline DType state_dtype(const TensorView& q) { return q.dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
+
+// Sequences: the batch, or what cu_seqlens counts.
+inline int64_t num_sequences(const TensorView& q, const TensorView& cu_seqlens) {
+  return cu_seqlens.present() ? std::max<int64_t>(extent(cu_seqlens, 0) - 1, 0) : extent(q, 0);
+}
+
+// Runs on the device of a tensor: on the CPU with PyTorch's number of threads, on CUDA on PyTorch's current stream with
 // scratch memory from PyTorch's allocator, which hands memory out again in the order of that stream.
 class ContextOf {
  public:
-  explicit ContextOf(const Tensor& tensor);
+  explicit ContextOf(const TensorView& tensor);
   ContextOf(const ContextOf&) = delete;
   ContextOf& operator=(const ContextOf&) = delete;
 
   operator const Context&() const { return context_; }
+  Context* operator->() { return &context_; }
 
  private:
   static void* allocate(void* self, size_t bytes);
 
-  const Tensor& tensor_;
   std::vector<Tensor> scratch_;
   Context context_;
 };
 
-// A dense tensor on the device of `like`. Its elements are undefined.
-Tensor dense(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype);
-Tensor dense_like(const Tensor& like);
-
-// An output that was not asked for; None in Python. Operators return a fixed number of tensors.
-inline Tensor nothing() { return Tensor(); }
-
-// Outputs are made before the library has seen the arguments: an axis that is not there counts as empty.
-inline int64_t extent(const Tensor& tensor, int64_t axis) { return axis < tensor.dim() ? tensor.size(axis) : 0; }
-
-// States are fp32, in an fp64 problem fp64.
-ScalarType state_dtype(const Tensor& q);
-
-// Sequences: the batch, or what cu_seqlens counts.
-int64_t num_sequences(const Tensor& q, const OptionalTensor& cu_seqlens);
-
 // The outputs of a backward: the gradient of input i, where there is one and bit i of `asked_for` is set. It has the
 // shape and type of its input; that of a state has the type of states.
 struct Gradients {
-  const Tensor& q;
+  const TensorView& q;
   int64_t asked_for;
 
-  Tensor operator()(int i, const char* name, const OptionalTensor& input, TensorView& destination) const;
-  Tensor of_state(int i, const char* name, const OptionalTensor& input, TensorView& destination) const;
+  Tensor operator()(int i, const TensorView& input, TensorView& destination) const;
+  Tensor of_state(int i, const TensorView& input, TensorView& destination) const;
 };
 
 // Calls the library. Its errors arrive in Python as a RuntimeError whose text begins with the name of the class that

@@ -4,32 +4,45 @@
 
 #include "convert.h"
 
-// Inputs and Options below read these, in this order.
+// Inputs and Options below read these, in this order. Switches are bits of one number: PyTorch takes 0.2 us for every
+// argument that it converts, which adds up in a decoding step.
 #define FW_INPUTS                                                                                                  \
   "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, " \
   "Tensor? cu_seqlens"
-#define FW_OPTIONS                                                                                  \
-  "int gate, float? scale, int chunk_size, bool state_v_first, bool qk_l2norm, bool beta_sigmoid, " \
-  "bool allow_neg_eigval, bool gate_in_kernel, bool safe_gate, float? lower_bound"
-#define FW_FORWARD                                                       \
-  FW_INPUTS ", " FW_OPTIONS                                              \
-            ", bool output_final_state, ScalarType? chunk_states_dtype)" \
-            " -> (Tensor o, Tensor final_state, Tensor chunk_states)"
+#define FW_OPTIONS "int options, float? scale, float? lower_bound"
+#define FW_FORWARD              \
+  "(" FW_INPUTS ", " FW_OPTIONS \
+  ", ScalarType? chunk_states_dtype) -> (Tensor o, Tensor final_state, Tensor chunk_states)"
 
 namespace fastweight::bindings {
 namespace {
 
+// Of `options`; python/fastweight/_delta_rule.py has the same. The lowest two bits are the gate, those from
+// kChunkSizeShift on the chunk size.
+enum Bit : int64_t {
+  kStateVFirst = 1 << 2,
+  kQkL2Norm = 1 << 3,
+  kBetaSigmoid = 1 << 4,
+  kAllowNegEigval = 1 << 5,
+  kGateInKernel = 1 << 6,
+  kSafeGate = 1 << 7,
+  kTokenByToken = 1 << 8,
+  kOutputFinalState = 1 << 9,
+};
+constexpr int64_t kGateMask = 3;
+constexpr int kChunkSizeShift = 16;
+
 struct Inputs {
   explicit Inputs(Arguments& arguments)
-      : q(arguments.take<Tensor>()),
-        k(arguments.take<Tensor>()),
-        v(arguments.take<Tensor>()),
-        g(arguments.take<OptionalTensor>()),
-        beta(arguments.take<OptionalTensor>()),
-        a_log(arguments.take<OptionalTensor>()),
-        dt_bias(arguments.take<OptionalTensor>()),
-        initial_state(arguments.take<OptionalTensor>()),
-        cu_seqlens(arguments.take<OptionalTensor>()) {}
+      : q(arguments.tensor()),
+        k(arguments.tensor()),
+        v(arguments.tensor()),
+        g(arguments.optional_tensor()),
+        beta(arguments.optional_tensor()),
+        a_log(arguments.optional_tensor()),
+        dt_bias(arguments.optional_tensor()),
+        initial_state(arguments.optional_tensor()),
+        cu_seqlens(arguments.optional_tensor()) {}
 
   DeltaRuleInputs views() const {
     return {view("q", q),
@@ -43,61 +56,71 @@ struct Inputs {
             view("cu_seqlens", cu_seqlens)};
   }
 
-  Tensor q, k, v;
-  OptionalTensor g, beta, a_log, dt_bias, initial_state, cu_seqlens;
+  Tensor q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens;
 };
 
-DeltaRuleOptions take_options(Arguments& arguments) {
-  DeltaRuleOptions options;
-  options.gate = static_cast<Gate>(arguments.take<int64_t>());
-  options.scale = number("scale", arguments.take<std::optional<double>>());
-  options.chunk_size = static_cast<int32_t>(arguments.take<int64_t>());
-  options.state_v_first = arguments.take<bool>();
-  options.qk_l2norm = arguments.take<bool>();
-  options.beta_sigmoid = arguments.take<bool>();
-  options.allow_neg_eigval = arguments.take<bool>();
-  options.gate_in_kernel = arguments.take<bool>();
-  options.safe_gate = arguments.take<bool>();
-  options.lower_bound = number("lower_bound", arguments.take<std::optional<double>>());
-  return options;
+struct Options {
+  explicit Options(Arguments& arguments)
+      : bits(arguments.take<int64_t>()),
+        scale(arguments.take<std::optional<double>>()),
+        lower_bound(arguments.take<std::optional<double>>()) {}
+
+  DeltaRuleOptions resolved() const {
+    DeltaRuleOptions options;
+    options.gate = static_cast<Gate>(bits & kGateMask);
+    options.scale = number("scale", scale);
+    options.chunk_size = static_cast<int32_t>(bits >> kChunkSizeShift);
+    options.state_v_first = bits & kStateVFirst;
+    options.qk_l2norm = bits & kQkL2Norm;
+    options.beta_sigmoid = bits & kBetaSigmoid;
+    options.allow_neg_eigval = bits & kAllowNegEigval;
+    options.gate_in_kernel = bits & kGateInKernel;
+    options.safe_gate = bits & kSafeGate;
+    options.lower_bound = number("lower_bound", lower_bound);
+    return options;
+  }
+
+  int64_t bits;
+  std::optional<double> scale, lower_bound;
+};
+
+Tensor make_output(const DeltaRuleInputs& in, TensorView& o) {
+  return dense(in.q, in.q.dtype, {extent(in.q, 0), extent(in.q, 1), extent(in.v, 2), extent(in.v, 3)}, o);
 }
 
-// [*leading, HV, K, V], or [.., V, K].
-std::vector<int64_t> state_shape(std::vector<int64_t> leading, const Inputs& in, bool state_v_first) {
+// The last axes of a state, K x V or V x K.
+std::pair<int64_t, int64_t> state_axes(const DeltaRuleInputs& in, const DeltaRuleOptions& options) {
   const int64_t k = extent(in.q, 3), v = extent(in.v, 3);
-  leading.insert(leading.end(), {extent(in.v, 2), state_v_first ? v : k, state_v_first ? k : v});
-  return leading;
-}
-
-std::vector<int64_t> output_shape(const Inputs& in) {
-  return {extent(in.q, 0), extent(in.q, 1), extent(in.v, 2), extent(in.v, 3)};
+  return options.state_v_first ? std::pair{v, k} : std::pair{k, v};
 }
 
 void forward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
     const Inputs in(arguments);
+    const Options options(arguments);
+    const auto chunk_states_dtype = arguments.take<std::optional<int32_t>>();
     DeltaRuleForward args;
-    args.options = take_options(arguments);
-    const bool output_final_state = arguments.take<bool>();
-    const auto chunk_states_dtype = arguments.take<std::optional<ScalarType>>();
+    args.options = options.resolved();
     args.in = in.views();
 
-    const Tensor o = dense(in.q, output_shape(in), in.q.scalar_type());
-    args.o = view("o", o);
-    Tensor final_state = nothing(), chunk_states = nothing();
-    if (output_final_state) {
-      const int64_t count = num_sequences(in.q, in.cu_seqlens);
-      final_state = dense(in.q, state_shape({count}, in, args.options.state_v_first), state_dtype(in.q));
-      args.final_state = view("final_state", final_state);
+    const TensorView& q = args.in.q;
+    const auto [rows, columns] = state_axes(args.in, args.options);
+    const int64_t heads = extent(args.in.v, 2);
+    Tensor o = make_output(args.in, args.o), final_state, chunk_states;
+    if (options.bits & kOutputFinalState) {
+      const int64_t count = num_sequences(q, args.in.cu_seqlens);
+      final_state = dense(q, state_dtype(q), {count, heads, rows, columns}, args.final_state);
     }
     if (chunk_states_dtype.has_value()) {
-      const int64_t count = delta_rule_num_chunks(extent(in.q, 1), args.in.cu_seqlens, args.options.chunk_size);
-      chunk_states =
-          dense(in.q, state_shape({extent(in.q, 0), count}, in, args.options.state_v_first), *chunk_states_dtype);
-      args.chunk_states = view("chunk_states", chunk_states);
+      const int64_t count = delta_rule_num_chunks(extent(q, 1), args.in.cu_seqlens, args.options.chunk_size);
+      chunk_states = dense(q, dtype_of("chunk_states", *chunk_states_dtype),
+                           {extent(q, 0), count, heads, rows, columns}, args.chunk_states);
     }
-    delta_rule_forward(ContextOf(in.q), args);
+    ContextOf context(q);
+    // On the CPU both forms give the bits of a short sequence, and the library takes the faster one.
+    if (options.bits & kTokenByToken && q.device.type == DeviceType::kCuda) context->implementation = "recurrent";
+    delta_rule_forward(context, args);
     give(stack, o, final_state, chunk_states);
   });
 }
@@ -106,28 +129,29 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
 void backward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const auto d_o = arguments.take<OptionalTensor>();
-    const auto d_final_state = arguments.take<OptionalTensor>();
-    const auto chunk_states = arguments.take<OptionalTensor>();
+    const Tensor d_o = arguments.optional_tensor();
+    const Tensor d_final_state = arguments.optional_tensor();
+    const Tensor chunk_states = arguments.optional_tensor();
     const Inputs in(arguments);
-    DeltaRuleBackward args;
-    args.options = take_options(arguments);
+    const Options options(arguments);
     const int64_t gradients = arguments.take<int64_t>();
+    DeltaRuleBackward args;
+    args.options = options.resolved();
     args.in = in.views();
     args.d_o = view("d_o", d_o);
     args.d_final_state = view("d_final_state", d_final_state);
     args.chunk_states = view("chunk_states", chunk_states);
 
-    const Gradients output{in.q, gradients};
-    const Tensor dq = output(0, "dq", in.q, args.dq);
-    const Tensor dk = output(1, "dk", in.k, args.dk);
-    const Tensor dv = output(2, "dv", in.v, args.dv);
-    const Tensor dg = output(3, "dg", in.g, args.dg);
-    const Tensor dbeta = output(4, "dbeta", in.beta, args.dbeta);
-    const Tensor da_log = output(5, "dA_log", in.a_log, args.da_log);
-    const Tensor ddt_bias = output(6, "ddt_bias", in.dt_bias, args.ddt_bias);
-    const Tensor d_initial_state = output.of_state(7, "d_initial_state", in.initial_state, args.d_initial_state);
-    delta_rule_backward(ContextOf(in.q), args);
+    const Gradients output{args.in.q, gradients};
+    Tensor dq = output(0, args.in.q, args.dq);
+    Tensor dk = output(1, args.in.k, args.dk);
+    Tensor dv = output(2, args.in.v, args.dv);
+    Tensor dg = output(3, args.in.g, args.dg);
+    Tensor dbeta = output(4, args.in.beta, args.dbeta);
+    Tensor da_log = output(5, args.in.a_log, args.da_log);
+    Tensor ddt_bias = output(6, args.in.dt_bias, args.ddt_bias);
+    Tensor d_initial_state = output.of_state(7, args.in.initial_state, args.d_initial_state);
+    delta_rule_backward(ContextOf(args.in.q), args);
     give(stack, dq, dk, dv, dg, dbeta, da_log, ddt_bias, d_initial_state);
   });
 }
@@ -135,41 +159,33 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
 void step(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const Tensor state = arguments.take<Tensor>();
-    const auto state_indices = arguments.take<OptionalTensor>();
+    const Tensor state = arguments.tensor();
+    const Tensor state_indices = arguments.optional_tensor();
     const Inputs in(arguments);
+    const Options options(arguments);
     DeltaRuleStep args;
-    args.options = take_options(arguments);
+    args.options = options.resolved();
     args.in = in.views();
     args.state = view("state", state);
     args.state_indices = view("state_indices", state_indices);
-    const Tensor o = dense(in.q, output_shape(in), in.q.scalar_type());
-    args.o = view("o", o);
-    delta_rule_step(ContextOf(in.q), args);
+    Tensor o = make_output(args.in, args.o);
+    delta_rule_step(ContextOf(args.in.q), args);
     give(stack, o);
   });
 }
 
-// For every device: the library says what it can do where.
-void implement(Library& m) {
-  m.impl("delta_rule_forward", &forward);
-  m.impl("delta_rule_differentiable", &forward);
-  m.impl("delta_rule_backward", &backward);
-  m.impl("delta_rule_step", &step);
-}
+constexpr Operator kOperators[] = {
+    {"delta_rule_forward" FW_FORWARD, &forward},
+    {"delta_rule_differentiable" FW_FORWARD, &forward},
+    {"delta_rule_backward(Tensor? d_o, Tensor? d_final_state, Tensor? chunk_states, " FW_INPUTS ", " FW_OPTIONS
+     ", int gradients) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dA_log, Tensor ddt_bias, "
+     "Tensor d_initial_state)",
+     &backward},
+    {"delta_rule_step(Tensor(a!) state, Tensor? state_indices, " FW_INPUTS ", " FW_OPTIONS ") -> Tensor o", &step},
+};
 
 }  // namespace
+
+std::span<const Operator> delta_rule_operators() { return kOperators; }
+
 }  // namespace fastweight::bindings
-
-STABLE_TORCH_LIBRARY_FRAGMENT(fastweight, m) {
-  m.def("delta_rule_forward(" FW_FORWARD);
-  m.def("delta_rule_differentiable(" FW_FORWARD);
-  m.def("delta_rule_backward(Tensor? d_o, Tensor? d_final_state, Tensor? chunk_states, " FW_INPUTS ", " FW_OPTIONS
-        ", int gradients)"
-        " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dA_log, Tensor ddt_bias, "
-        "Tensor d_initial_state)");
-  m.def("delta_rule_step(Tensor(a!) state, Tensor? state_indices, " FW_INPUTS ", " FW_OPTIONS ") -> Tensor o");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastweight, CPU, m) { fastweight::bindings::implement(m); }
-STABLE_TORCH_LIBRARY_IMPL(fastweight, CUDA, m) { fastweight::bindings::implement(m); }

@@ -1,4 +1,5 @@
-// What the library was built with and what it found, as JSON: python/fastweight/_info.py reads it.
+// What the library was built with, as JSON: python/fastweight/_info.py reads it when it is imported. Nothing here wakes
+// the CUDA driver, after which a process could not fork any more.
 #include "fastweight/info.h"
 
 #include <string>
@@ -12,7 +13,7 @@
 namespace fastweight::bindings {
 namespace {
 
-// Names of instruction sets, architectures, implementations and devices: nothing in them has to be escaped.
+// Names of instruction sets, architectures and implementations: nothing in them has to be escaped.
 std::string quoted(const std::string& text) { return '"' + text + '"'; }
 
 template <class Items, class Text>
@@ -29,12 +30,11 @@ std::string implementations(const char* family, const std::vector<Implementation
 }
 
 std::string text() {
-  const auto devices = joined(cuda_devices(), [](const CudaDeviceInfo& device) { return quoted(device.name); });
   return "{\"version\": " + quoted(version()) + ", \"cpu_target\": " + quoted(cpu_target()) +
          ", \"cpu_targets\": " + joined(cpu_targets(), quoted) +
          ", \"built_with_cuda\": " + (built_with_cuda() ? "true" : "false") +
-         ", \"cuda_architectures\": " + joined(cuda_architectures(), quoted) + ", \"cuda_devices\": " + devices +
-         ", \"implementations\": {" + implementations("delta_rule", delta_rule_implementations()) + ", " +
+         ", \"cuda_architectures\": " + joined(cuda_architectures(), quoted) + ", \"implementations\": {" +
+         implementations("delta_rule", delta_rule_implementations()) + ", " +
          implementations("ttt_linear", ttt_linear_implementations()) + ", " +
          implementations("short_conv", short_conv_implementations()) + "}}";
 }
@@ -43,10 +43,10 @@ void info(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] { *stack = torch::stable::detail::from(text()); });
 }
 
+constexpr Operator kOperators[] = {{"info() -> str", &info}};
+
 }  // namespace
+
+std::span<const Operator> info_operators() { return kOperators; }
+
 }  // namespace fastweight::bindings
-
-STABLE_TORCH_LIBRARY_FRAGMENT(fastweight, m) { m.def("info() -> str"); }
-
-// Without tensors there is no device to choose by.
-STABLE_TORCH_LIBRARY_IMPL(fastweight, CompositeExplicitAutograd, m) { m.impl("info", &fastweight::bindings::info); }

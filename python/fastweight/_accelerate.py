@@ -6,7 +6,8 @@ the layers of flash-linear-attention call a handful of functions that they find 
 models look the names up when they run, so those that exist already follow too. `restore` puts everything back.
 
 A replacement computes what the original would. It leaves calls to the original that ours have no kernel for: tensors on
-another device, an activation other than silu, and graphs that are being exported.
+another device, an activation other than silu, and graphs that are being exported; also, with a warning, those that
+record gradients on a device that ours have no backward for.
 """
 
 from __future__ import annotations
@@ -15,42 +16,57 @@ import functools
 import importlib.abc
 import sys
 import types
+import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from . import ops
+from ._autograd import needs_gradient
+from ._delta_rule import state_dtype
+from ._info import devices
 from ._short_conv import ACTIVATIONS
 from .layers.norm import rms_norm
 
 _MAX_HEAD_DIM = 256
 _MAX_CONV_SIZE = 16
+_DEVICES = {
+    (family, mode): devices(family, mode)
+    for family in ("delta_rule", "short_conv")
+    for mode in ("forward", "backward", "step")
+}
 
 
-def _devices(operator: str) -> frozenset[str]:
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return frozenset(d for d in ("cpu", "cuda") if has_kernel(f"fastweight::{operator}", d.upper()))
+def _takes(family: str, mode: str, x: Tensor, *others) -> bool:
+    """Whether the family has what a call with these arguments needs."""
+    device = x.device.type
+    if (
+        device not in _DEVICES[family, mode]
+        or (device == "cuda" and x.dtype == torch.float64)
+        or torch.compiler.is_exporting()
+    ):
+        return False
+    if device in _DEVICES[family, "backward"] or not needs_gradient(y for y in (x, *others) if isinstance(y, Tensor)):
+        return True
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            f"fastweight has no backward of {family} on {device}: calls that record gradients stay with the functions "
+            "that accelerate() found. Others, such as those under torch.no_grad(), run on fastweight.",
+            stacklevel=3,
+        )
+    return False
 
 
-_DELTA_RULE_DEVICES = _devices("delta_rule_forward")
-_SHORT_CONV_DEVICES = _devices("short_conv_forward")
+def _takes_delta_rule(q: Tensor, k: Tensor, v: Tensor, *others) -> bool:
+    return max(k.shape[-1], v.shape[-1]) <= _MAX_HEAD_DIM and _takes("delta_rule", "forward", k, q, v, *others)
 
 
-def _takes_delta_rule(k: Tensor, v: Tensor) -> bool:
+def _takes_short_conv(mode: str, x: Tensor, weight: Tensor, activation: str | None, *others) -> bool:
     return (
-        k.device.type in _DELTA_RULE_DEVICES
-        and max(k.shape[-1], v.shape[-1]) <= _MAX_HEAD_DIM
-        and not torch.compiler.is_exporting()
-    )
-
-
-def _takes_short_conv(x: Tensor, weight: Tensor, activation: str | None) -> bool:
-    return (
-        x.device.type in _SHORT_CONV_DEVICES
-        and activation in ACTIVATIONS
+        activation in ACTIVATIONS
         and weight.shape[-1] <= _MAX_CONV_SIZE
-        and not torch.compiler.is_exporting()
+        and _takes("short_conv", mode, x, weight, *others)
     )
 
 
@@ -74,7 +90,7 @@ def _offsets(cu_seqlens: Tensor | None, kwargs: dict) -> Tensor | None:
 def _causal_conv1d_fn(original):
     @functools.wraps(original)
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
-        if not _takes_short_conv(hidden_states, weight, activation):
+        if not _takes_short_conv("forward", hidden_states, weight, activation, bias):
             return original(hidden_states, weight, bias, activation=activation, **kwargs)
         x = hidden_states.transpose(1, 2)  # they have the channels first
         y, _ = ops.causal_conv1d(x, weight, bias, activation=activation, cu_seqlens=_offsets(None, kwargs))
@@ -87,10 +103,10 @@ def _causal_conv1d_update(original):
     @functools.wraps(original)
     def causal_conv1d_update(hidden_states, conv_state, weight, bias=None, activation=None):
         if (
-            not _takes_short_conv(hidden_states, weight, activation)
+            torch.is_grad_enabled()
+            or not _takes_short_conv("step", hidden_states, weight, activation)
             or conv_state.shape[-1] != weight.shape[-1]
             or conv_state.dtype not in (hidden_states.dtype, torch.float32)
-            or torch.is_grad_enabled()
         ):
             return original(hidden_states, conv_state, weight, bias, activation)
         y, _ = ops.causal_conv1d_update(hidden_states.transpose(1, 2), conv_state, None, weight, bias, activation)
@@ -105,16 +121,17 @@ def _rule(ours, *positional):
     def make(original):
         @functools.wraps(original)
         def rule(query, key, value, g, beta, *arguments, **kwargs):
-            if not _takes_delta_rule(key, value):
-                return original(query, key, value, g, beta, *arguments, **kwargs)
             options = dict(zip(positional, arguments, strict=False)) | kwargs
+            state = options.get("initial_state")
+            if not _takes_delta_rule(query, key, value, g, beta, state):
+                return original(query, key, value, g, beta, *arguments, **kwargs)
             return ours(
                 query,
                 key,
                 value,
                 g,
                 beta=beta,
-                initial_state=options.get("initial_state"),
+                initial_state=None if state is None else state.to(state_dtype(query)),
                 output_final_state=options.get("output_final_state", False),
                 use_qk_l2norm_in_kernel=options.get("use_qk_l2norm_in_kernel", False),
                 cu_seqlens=_offsets(options.get("cu_seqlens"), options),
@@ -128,12 +145,11 @@ def _rule(ours, *positional):
 _RECURRENT = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
 _CHUNK = ("chunk_size", *_RECURRENT)
 
-# What marks a modeling file as one of ours, and what is replaced in it. The library chooses between chunks and tokens
-# by itself; the functions below check less than those named after chunks.
+# What marks a modeling file as one of ours, and what is replaced in it.
 _TRANSFORMERS_RULES = {
-    "torch_chunk_gated_delta_rule": _rule(ops.fused_recurrent_gated_delta_rule, *_CHUNK),
+    "torch_chunk_gated_delta_rule": _rule(ops.chunk_gated_delta_rule, *_CHUNK),
     "torch_recurrent_gated_delta_rule": _rule(ops.fused_recurrent_gated_delta_rule, *_RECURRENT),
-    "chunk_kimi_delta_attention": _rule(ops.fused_recurrent_kda, *_CHUNK),
+    "chunk_kimi_delta_attention": _rule(ops.chunk_kda, *_CHUNK),
     "recurrent_kimi_delta_attention": _rule(ops.fused_recurrent_kda, *_RECURRENT),
 }
 _TRANSFORMERS_CONVOLUTIONS = {
@@ -151,7 +167,8 @@ def _fla_rule(ours):
     def make(original):
         @functools.wraps(original)
         def rule(q, k, v, *arguments, **options):
-            function = ours if _takes_delta_rule(k, v) else original
+            takes = _takes_delta_rule(q, k, v, *arguments, *options.values())
+            function = ours if takes else original
             return function(q, k, v, *arguments, **options)
 
         return rule
@@ -172,7 +189,8 @@ def _fla_causal_conv1d(original):
         **options,
     ):
         arguments = (x, weight, bias, residual, initial_state, output_final_state, activation)
-        function = ops.causal_conv1d if _takes_short_conv(x, weight, activation) else original
+        takes = _takes_short_conv("forward", x, weight, activation, bias, residual, initial_state)
+        function = ops.causal_conv1d if takes else original
         return function(*arguments, **options)
 
     return causal_conv1d
@@ -181,7 +199,9 @@ def _fla_causal_conv1d(original):
 def _fla_causal_conv1d_update(original):
     @functools.wraps(original)
     def causal_conv1d_update(x, cache, residual=None, weight=None, bias=None, activation=None):
-        if not _takes_short_conv(x, weight, activation):
+        with torch.no_grad():
+            takes = _takes_short_conv("step", x, weight, activation)
+        if not takes:
             return original(x, cache, residual, weight, bias, activation)
         # One token for each sequence, packed or not.
         with torch.no_grad():

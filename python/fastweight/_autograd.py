@@ -18,7 +18,11 @@ from ._library import library, operators, translated
 
 
 def needs_gradient(tensors) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
 def run(operator, *arguments):

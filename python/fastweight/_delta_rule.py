@@ -1,8 +1,8 @@
 """The operators of the delta-rule family inside PyTorch.
 
 The schemas stand in python/bindings/delta_rule.cc: inputs (q, k, v, g, beta, A_log, dt_bias, initial_state,
-cu_seqlens), options (gate, scale, chunk_size, state_v_first, qk_l2norm, beta_sigmoid, allow_neg_eigval,
-gate_in_kernel, safe_gate, lower_bound), for a forward then (output_final_state, chunk_states_dtype).
+cu_seqlens), options (bits, scale, lower_bound), for a forward then (chunk_states_dtype). The bits are a gate, the
+switches below, and `chunk_size << CHUNK_SIZE_SHIFT`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,44 @@ from ._autograd import differentiable, fake_gradients, needs_gradient, run
 from ._library import operators
 
 NONE, PER_HEAD, PER_CHANNEL = 0, 1, 2  # Gate in fastweight/delta_rule.h
+STATE_V_FIRST = 1 << 2
+QK_L2NORM = 1 << 3
+BETA_SIGMOID = 1 << 4
+ALLOW_NEG_EIGVAL = 1 << 5
+GATE_IN_KERNEL = 1 << 6
+SAFE_GATE = 1 << 7
+TOKEN_BY_TOKEN = 1 << 8  # on CUDA, where the forms round differently
+OUTPUT_FINAL_STATE = 1 << 9
+CHUNK_SIZE_SHIFT = 16
 
 _NUM_INPUTS = 9
-_NUM_OPTIONS = 10
+_NUM_OPTIONS = 3
+
+
+def bits(
+    gate: int,
+    chunk_size: int,
+    state_v_first: bool,
+    qk_l2norm: bool,
+    output_final_state: bool,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    gate_in_kernel: bool = False,
+) -> int:
+    result = gate | chunk_size << CHUNK_SIZE_SHIFT
+    if state_v_first:
+        result |= STATE_V_FIRST
+    if qk_l2norm:
+        result |= QK_L2NORM
+    if output_final_state:
+        result |= OUTPUT_FINAL_STATE
+    if beta_sigmoid:
+        result |= BETA_SIGMOID
+    if allow_neg_eigval:
+        result |= ALLOW_NEG_EIGVAL
+    if gate_in_kernel:
+        result |= GATE_IN_KERNEL
+    return result
 
 
 def state_dtype(q: Tensor) -> torch.dtype:
@@ -38,19 +73,23 @@ forward = differentiable(
 )
 
 
+_step_operator = operators.delta_rule_step.default
+
+
 def step(state: Tensor, state_indices: Tensor | None, inputs: tuple, options: tuple) -> Tensor:
     """Advances `state` in place and returns o."""
     if needs_gradient((state, *inputs)):
         raise NotImplementedError("a step in place has no gradient: call it under torch.no_grad()")
-    return run(operators.delta_rule_step.default, state, state_indices, *inputs, *options)
+    return run(_step_operator, state, state_indices, *inputs, *options)
 
 
 def _fake_forward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *options):
-    chunk_size, state_v_first, output_final_state, chunk_states_dtype = options[2], options[3], *options[_NUM_OPTIONS:]
+    switches, chunk_states_dtype = options[0], options[-1]
+    chunk_size = switches >> CHUNK_SIZE_SHIFT
     B, T, HV, V = v.shape
-    state = (HV, V, q.shape[3]) if state_v_first else (HV, q.shape[3], V)
+    state = (HV, V, q.shape[3]) if switches & STATE_V_FIRST else (HV, q.shape[3], V)
     final_state = chunk_states = None
-    if output_final_state:
+    if switches & OUTPUT_FINAL_STATE:
         N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         final_state = q.new_empty((N, *state), dtype=state_dtype(q))
     if chunk_states_dtype is not None:

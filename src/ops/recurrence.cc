@@ -366,19 +366,18 @@ void unify(TensorView& a_log, TensorView& dt_bias, Gate gate, const DeltaRuleSiz
 }
 
 // A step without tokens leaves its states as they are.
-bool has_work(const DeltaRuleStep& args, const Transition&) { return !check::is_empty(args.o); }
+bool has_work(const DeltaRuleStep& args, std::span<const Argument>) { return !check::is_empty(args.o); }
 
 template <class Args>
-bool has_work(const Args& args, const Transition& transition) {
-  std::vector<Argument> arguments;
-  append_rest(args, arguments);
-  append_outputs(transition, arguments);
+bool has_work(const Args&, std::span<const Argument> arguments) {
   return std::any_of(arguments.begin(), arguments.end(),
                      [](const Argument& argument) { return argument.written && !check::is_empty(*argument.view); });
 }
 
+// `work`: whether there is anything to compute.
 template <class Args>
-DeltaRuleProblem<Args> make_problem(const Context& context, const Args& args, const Transition& transition) {
+DeltaRuleProblem<Args> make_problem(const Context& context, const Args& args, const Transition& transition,
+                                    bool& work) {
   check::context(context);
   const std::vector<Argument> arguments = arguments_of(args, transition);
   for (const Argument& argument : arguments) {
@@ -393,6 +392,7 @@ DeltaRuleProblem<Args> make_problem(const Context& context, const Args& args, co
   check::memory(arguments);
   if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context.device, arguments);
 
+  work = has_work(args, arguments);
   problem.has_fp64 = check::any_fp64(arguments);
   problem.args = args;
   problem.transition = transition;
@@ -433,9 +433,9 @@ std::string describe(const Problem& problem) {
 template <class Args>
 std::string run_recurrence(const char* entry, const Context& context, const Args& args, const Transition& transition,
                            ImplementationList<Args> cpu_list, ImplementationList<Args> cuda_list) {
-  DeltaRuleProblem<Args> problem = make_problem(context, args, transition);
+  bool work = false;
+  DeltaRuleProblem<Args> problem = make_problem(context, args, transition, work);
   // However many empty sequences there are, they cost nothing.
-  const bool work = has_work(args, transition);
   if (!work) problem.sizes.batch = problem.sizes.num_sequences = 0;
   return dispatch(entry, context, cpu_list, problem, work, describe<DeltaRuleProblem<Args>>, cuda_list);
 }

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from fastweight import ops
+from fastweight import _delta_rule, ops
 from helpers import draw, leaves
 from test_delta_rule import CHUNK, OPS, RECURRENT
 from test_ttt_linear import KEEP
@@ -52,7 +52,8 @@ def test_gradcheck_through_activations():
     assert torch.autograd.gradcheck(call, tuple(x.requires_grad_() for x in tensors.values()))
 
 
-DELTA_RULE_OPTIONS = (1, None, 16, False, True, False, False, False, False, None)
+DELTA_RULE_BITS = _delta_rule.bits(_delta_rule.PER_HEAD, 16, False, True, False)
+DELTA_RULE_OPTIONS = (DELTA_RULE_BITS, None, None)
 
 
 def delta_rule_arguments(requires_grad, cu_seqlens=None):
@@ -69,10 +70,12 @@ def ttt_arguments(requires_grad):
 def opcheck_cases():
     cu = torch.tensor([0, 5, 20])
     for with_states in (False, True):
-        flags = (with_states, torch.float32 if with_states else None)
-        yield "delta_rule_forward", (*delta_rule_arguments(False), *DELTA_RULE_OPTIONS, *flags)
-        yield "delta_rule_differentiable", (*delta_rule_arguments(True), *DELTA_RULE_OPTIONS, *flags)
-    yield "delta_rule_differentiable", (*delta_rule_arguments(True, cu), *DELTA_RULE_OPTIONS, True, None)
+        bits = DELTA_RULE_BITS | (_delta_rule.OUTPUT_FINAL_STATE if with_states else 0)
+        options = (bits, None, None, torch.float32 if with_states else None)
+        yield "delta_rule_forward", (*delta_rule_arguments(False), *options)
+        yield "delta_rule_differentiable", (*delta_rule_arguments(True), *options)
+    options = (DELTA_RULE_BITS | _delta_rule.OUTPUT_FINAL_STATE, None, None, None)
+    yield "delta_rule_differentiable", (*delta_rule_arguments(True, cu), *options)
     d_o = torch.randn(1, 20, 2, 16)
     for mask in (0b11111111, 0b00000101):
         yield "delta_rule_backward", (d_o, None, None, *delta_rule_arguments(False), *DELTA_RULE_OPTIONS, mask)

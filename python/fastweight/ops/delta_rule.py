@@ -54,9 +54,8 @@ def chunk_delta_rule(
         raise ValueError(f"chunk_size: expected 16, 32 or 64, got {chunk_size}")
     _checks.sequences(q, initial_state, cu_seqlens)
     _checks.require(q.shape[-1] <= 256, f"q: expected a head width of at most 256, got {q.shape[-1]}")
-    return _forward(
-        q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, chunk_size
-    )
+    bits = _delta_rule.bits(_delta_rule.NONE, chunk_size, False, use_qk_l2norm_in_kernel, output_final_state)
+    return _forward(q, k, v, beta, scale, initial_state, cu_seqlens, bits)
 
 
 def fused_recurrent_delta_rule(
@@ -77,23 +76,20 @@ def fused_recurrent_delta_rule(
         beta: may be None: 1. May be `[B, T, H, V]`: one step size per value channel.
         scale: above 0.
     """
-    _checks.sequences(q, initial_state, cu_seqlens)
+    if cu_seqlens is not None:
+        _checks.sequences(q, initial_state, cu_seqlens)
     if scale is not None:
         _checks.require(scale > 0, f"scale: expected a number above 0, got {scale}")
     q, k, v = _checks.one_dtype(q, k, v, ValueError)
-    return _forward(q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, 64)
+    bits = _delta_rule.bits(_delta_rule.TOKEN_BY_TOKEN, 64, False, use_qk_l2norm_in_kernel, output_final_state)
+    return _forward(q, k, v, beta, scale, initial_state, cu_seqlens, bits)
 
 
-def _forward(q, k, v, beta, scale, initial_state, output_final_state, qk_l2norm, cu_seqlens, chunk_size):
+def _forward(q, k, v, beta, scale, initial_state, cu_seqlens, bits):
     if v.shape[2] != q.shape[2]:
         raise ValueError(f"v: expected the {q.shape[2]} heads of q, got {v.shape[2]}")
-    o, final_state, _ = _delta_rule.forward(
-        (q, k, v, None, beta, None, None, initial_state, cu_seqlens),
-        (
-            _delta_rule.NONE, scale, chunk_size, False, qk_l2norm, False, False, False, False, None,
-            output_final_state, None,
-        ),
-    )  # fmt: skip
+    inputs = (q, k, v, None, beta, None, None, initial_state, cu_seqlens)
+    o, final_state, _ = _delta_rule.forward(inputs, (bits, scale, None, None))
     return o, final_state
 
 
@@ -143,12 +139,9 @@ def delta_rule_step(
         gate = _delta_rule.PER_CHANNEL if g.dim() == 4 else _delta_rule.PER_HEAD
     if not use_gate_in_kernel:
         A_log = dt_bias = lower_bound = None
-    return _delta_rule.step(
-        state,
-        state_indices,
-        (q, k, v, g, beta, A_log, dt_bias, None, cu_seqlens),
-        (
-            gate, scale, 64, state_v_first, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-            use_gate_in_kernel, False, lower_bound,
-        ),
+    bits = _delta_rule.bits(
+        gate, 64, state_v_first, use_qk_l2norm_in_kernel, False, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        use_gate_in_kernel,
     )  # fmt: skip
+    inputs = (q, k, v, g, beta, A_log, dt_bias, None, cu_seqlens)
+    return _delta_rule.step(state, state_indices, inputs, (bits, scale, lower_bound))

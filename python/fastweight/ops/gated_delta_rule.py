@@ -86,13 +86,12 @@ def chunk_gated_delta_rule(
     q, k, v = _checks.one_dtype(q, k, v, ValueError)
     if not use_gate_in_kernel:
         A_log = dt_bias = None
-    o, final_state, _ = _delta_rule.forward(
-        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
-        (
-            _delta_rule.PER_HEAD, scale, chunk_size, state_v_first, use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, False, None, output_final_state, None,
-        ),
+    bits = _delta_rule.bits(
+        _delta_rule.PER_HEAD, chunk_size, state_v_first, use_qk_l2norm_in_kernel, output_final_state,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
+    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    o, final_state, _ = _delta_rule.forward(inputs, (bits, scale, None, None))
     return o, final_state
 
 
@@ -127,8 +126,10 @@ def fused_recurrent_gated_delta_rule(
         gv: a decay per value channel, not supported.
         beta: may be None: 1. May be `[B, T, HV, V]`: one step size per value channel.
     """
-    state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
-    _checks.sequences(q, initial_state, cu_seqlens)
+    if transpose_state_layout is not None:
+        state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
+    if cu_seqlens is not None:
+        _checks.sequences(q, initial_state, cu_seqlens)
     if use_gate_in_kernel:
         if A_log is None:
             raise ValueError("A_log: expected a tensor with use_gate_in_kernel, got None")
@@ -136,7 +137,8 @@ def fused_recurrent_gated_delta_rule(
             raise ValueError("g: expected a tensor with use_gate_in_kernel, got None")
     else:
         A_log = dt_bias = None
-    _checks.beta_from_logits(allow_neg_eigval, use_beta_sigmoid_in_kernel)
+    if allow_neg_eigval:
+        _checks.beta_from_logits(allow_neg_eigval, use_beta_sigmoid_in_kernel)
     if gv is not None:
         raise NotImplementedError("gv: a decay per value channel is not supported")
     gate = _delta_rule.NONE if g is None else _delta_rule.PER_HEAD
@@ -146,13 +148,12 @@ def fused_recurrent_gated_delta_rule(
         gate = _delta_rule.PER_CHANNEL
         g = gk if g is None else g.unsqueeze(-1) + gk
     q, k, v = _checks.one_dtype(q, k, v, ValueError)
-    o, final_state, _ = _delta_rule.forward(
-        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
-        (
-            gate, scale, 64, state_v_first, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-            use_gate_in_kernel, False, None, output_final_state, None,
-        ),
+    bits = _delta_rule.bits(
+        gate | _delta_rule.TOKEN_BY_TOKEN, 64, state_v_first, use_qk_l2norm_in_kernel, output_final_state,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
+    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    o, final_state, _ = _delta_rule.forward(inputs, (bits, scale, None, None))
     return o, final_state
 
 

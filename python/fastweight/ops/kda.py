@@ -118,14 +118,13 @@ def chunk_kda(
         chunk_states_dtype = k.dtype
     elif disable_recompute and torch.is_grad_enabled():
         chunk_states_dtype = _delta_rule.state_dtype(q)
-    o, final_state, chunk_states = _delta_rule.forward(
-        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
-        (
-            _delta_rule.PER_CHANNEL, scale, chunk_size, state_v_first, use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, safe_gate, lower_bound,
-            output_final_state, chunk_states_dtype,
-        ),
+    gate = _delta_rule.PER_CHANNEL | (_delta_rule.SAFE_GATE if safe_gate else 0)
+    bits = _delta_rule.bits(
+        gate, chunk_size, state_v_first, use_qk_l2norm_in_kernel, output_final_state, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
+    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    o, final_state, chunk_states = _delta_rule.forward(inputs, (bits, scale, lower_bound, chunk_states_dtype))
     if return_intermediate_states:
         return o, final_state, chunk_states
     return o, final_state
@@ -154,17 +153,19 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """KDA for short sequences and decoding, with gradients. The arguments are those of `chunk_kda`; the initial state
     may have any floating type, and beta may be `[B, T, HV, V]`."""
-    state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
-    _checks.sequences(q, initial_state, cu_seqlens)
-    _checks.beta_from_logits(allow_neg_eigval, use_beta_sigmoid_in_kernel)
+    if transpose_state_layout is not None:
+        state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
+    if cu_seqlens is not None:
+        _checks.sequences(q, initial_state, cu_seqlens)
+    if allow_neg_eigval:
+        _checks.beta_from_logits(allow_neg_eigval, use_beta_sigmoid_in_kernel)
     if not use_gate_in_kernel:
         A_log = dt_bias = lower_bound = None
     q, k, v = _checks.one_dtype(q, k, v, ValueError)
-    o, final_state, _ = _delta_rule.forward(
-        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens),
-        (
-            _delta_rule.PER_CHANNEL, scale, 64, state_v_first, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-            allow_neg_eigval, use_gate_in_kernel, False, lower_bound, output_final_state, None,
-        ),
+    bits = _delta_rule.bits(
+        _delta_rule.PER_CHANNEL | _delta_rule.TOKEN_BY_TOKEN, 64, state_v_first, use_qk_l2norm_in_kernel,
+        output_final_state, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
+    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    o, final_state, _ = _delta_rule.forward(inputs, (bits, scale, lower_bound, None))
     return o, final_state
