@@ -368,6 +368,18 @@ class TttLinearBench : public BenchProblem {
     return ttt_linear_step(context, step_);
   }
 
+  std::unique_ptr<BenchProblem> on_device(Device device) const override {
+    switch (choice_.mode) {
+      case Mode::kForward:
+        return placed(*this, ttt_linear_forward, forward_, device);
+      case Mode::kBackward:
+        return placed(*this, ttt_linear_backward, backward_, device);
+      case Mode::kStep:
+        break;
+    }
+    return placed(*this, ttt_linear_step, step_, device);
+  }
+
   double flop() const override {
     const Shape& s = choice_.shape;
     const double D = static_cast<double>(s.K);

@@ -27,7 +27,53 @@ DType wide(const TttLinearSpec& spec) { return accumulator_type(spec.dtype); }
 std::vector<int64_t> state_shape(const TttLinearSpec& spec) { return {num_sequences(spec), spec.H, spec.D, spec.D}; }
 std::vector<int64_t> bias_shape(const TttLinearSpec& spec) { return {num_sequences(spec), spec.H, 1, spec.D}; }
 
+std::vector<PlacedView> with_inputs(TttLinearInputs& in, std::vector<PlacedView> views) {
+  for (TensorView* view :
+       {&in.q, &in.k, &in.v, &in.w, &in.b, &in.eta, &in.initial_state, &in.initial_state_bias, &in.cu_seqlens}) {
+    views.push_back({view, false});
+  }
+  return views;
+}
+
 }  // namespace
+
+std::vector<PlacedView> views_of(TttLinearForward& args) {
+  return with_inputs(args.in, {{&args.o, true}, {&args.final_state, true}, {&args.final_state_bias, true}});
+}
+
+std::vector<PlacedView> views_of(TttLinearBackward& args) {
+  return with_inputs(args.in, {{&args.d_o, false},
+                               {&args.d_final_state, false},
+                               {&args.d_final_state_bias, false},
+                               {&args.dq, true},
+                               {&args.dk, true},
+                               {&args.dv, true},
+                               {&args.dw, true},
+                               {&args.db, true},
+                               {&args.deta, true},
+                               {&args.d_initial_state, true},
+                               {&args.d_initial_state_bias, true}});
+}
+
+std::vector<PlacedView> views_of(TttLinearStep& args) {
+  return with_inputs(args.in, {{&args.state, true},
+                               {&args.state_bias, true},
+                               {&args.gradient, true},
+                               {&args.gradient_bias, true},
+                               {&args.position, true},
+                               {&args.state_indices, false},
+                               {&args.o, true}});
+}
+
+std::string run(const Context& context, const TttLinearForward& args) {
+  return run_placed(context, args, ttt_linear_forward, [](TttLinearForward& x) { return views_of(x); });
+}
+std::string run(const Context& context, const TttLinearBackward& args) {
+  return run_placed(context, args, ttt_linear_backward, [](TttLinearBackward& x) { return views_of(x); });
+}
+std::string run(const Context& context, const TttLinearStep& args) {
+  return run_placed(context, args, ttt_linear_step, [](TttLinearStep& x) { return views_of(x); });
+}
 
 TttLinearInputs TttLinearCase::inputs() const {
   TttLinearInputs in;
@@ -114,7 +160,7 @@ TttLinearResults forward(const TttLinearCase& problem, const Context& context) {
   args.o = results.o.view();
   args.final_state = results.final_state.view();
   args.final_state_bias = results.final_state_bias.view();
-  results.implementation = ttt_linear_forward(context, args);
+  results.implementation = run(context, args);
   return results;
 }
 
@@ -144,7 +190,7 @@ TttLinearResults backward(const TttLinearCase& problem, const Context& context) 
   args.deta = results.deta.view();
   args.d_initial_state = results.d_initial_state.view();
   args.d_initial_state_bias = results.d_initial_state_bias.view();
-  results.implementation = ttt_linear_backward(context, args);
+  results.implementation = run(context, args);
   return results;
 }
 
@@ -183,7 +229,7 @@ TttLinearResults step(const TttLinearCase& problem, const TttLinearOpen& open, c
   args.gradient_bias = results.gradient_bias.view();
   args.position = results.position.view();
   args.o = results.o.view();
-  results.implementation = ttt_linear_step(context, args);
+  results.implementation = run(context, args);
   return results;
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fastweight/ttt_linear.h"
+#include "support/placement.h"
 #include "support/tensor.h"
 
 namespace fastweight::support {
@@ -60,6 +61,16 @@ struct TttLinearResults {
   std::vector<Tensor*> initial_gradients() { return {&d_initial_state, &d_initial_state_bias}; }
   std::vector<Tensor*> of_the_call() { return {&dw, &db}; }
 };
+
+// The tensors of a call, and which of them it writes.
+std::vector<PlacedView> views_of(TttLinearForward& args);
+std::vector<PlacedView> views_of(TttLinearBackward& args);
+std::vector<PlacedView> views_of(TttLinearStep& args);
+
+// Calls of the public API with tensors in host memory, on whatever device the context names.
+std::string run(const Context& context, const TttLinearForward& args);
+std::string run(const Context& context, const TttLinearBackward& args);
+std::string run(const Context& context, const TttLinearStep& args);
 
 // Outputs are poisoned with NaN before the call. Results have q's type (gradients of w, b, eta: theirs), the states
 // fp32, or fp64 for a problem in double.

@@ -3,6 +3,7 @@
 #include "cuda/blocks/list.h"
 #include "cuda/delta_rule/list.h"
 #include "cuda/short_conv/list.h"
+#include "cuda/ttt_linear/list.h"
 
 namespace fastweight::cuda {
 
@@ -36,5 +37,9 @@ template std::span<const Implementation<BlockProblem<L2NormForward>>> block_list
 template std::span<const Implementation<BlockProblem<L2NormBackward>>> block_list();
 template std::span<const Implementation<BlockProblem<GateActivationForward>>> block_list();
 template std::span<const Implementation<BlockProblem<GateActivationBackward>>> block_list();
+
+std::span<const Implementation<TttLinearForwardProblem>> ttt_linear_forward_list() { return {}; }
+std::span<const Implementation<TttLinearBackwardProblem>> ttt_linear_backward_list() { return {}; }
+std::span<const Implementation<TttLinearStepProblem>> ttt_linear_step_list() { return {}; }
 
 }  // namespace fastweight::cuda

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/ttt_linear/list.h"
+#include "cuda/ttt_linear/list.h"
 #include "ops/check.h"
 #include "ops/dispatch.h"
 #include "ops/implementation.h"
@@ -309,6 +310,7 @@ TttLinearProblem<Args> make_problem(const Context& context, const Args& args) {
   problem.sizes = check_inputs(args.in);
   check_rest(args, problem.sizes);
   check::memory(arguments);
+  if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context.device, arguments);
 
   problem.has_fp64 = check::any_fp64(arguments);
   problem.args = args;
@@ -343,26 +345,27 @@ template <class Args>
 using ImplementationList = std::span<const Implementation<TttLinearProblem<Args>>>;
 
 template <class Args>
-std::string run(const char* entry, const Context& context, const Args& args, ImplementationList<Args> (*cpu_list)()) {
+std::string run(const char* entry, const Context& context, const Args& args, ImplementationList<Args> cpu_list,
+                ImplementationList<Args> cuda_list) {
   TttLinearProblem<Args> problem = make_problem(context, args);
   // However many empty sequences there are, they cost nothing.
   const bool work = has_work(args);
   if (!work) problem.sizes.batch = problem.sizes.num_sequences = 0;
-  return dispatch(entry, context, cpu_list(), problem, work, describe<TttLinearProblem<Args>>);
+  return dispatch(entry, context, cpu_list, problem, work, describe<TttLinearProblem<Args>>, cuda_list);
 }
 
 }  // namespace
 
 std::string ttt_linear_forward(const Context& context, const TttLinearForward& args) {
-  return run("ttt_linear_forward", context, args, cpu::ttt_linear_forward_list);
+  return run("ttt_linear_forward", context, args, cpu::ttt_linear_forward_list(), cuda::ttt_linear_forward_list());
 }
 
 std::string ttt_linear_backward(const Context& context, const TttLinearBackward& args) {
-  return run("ttt_linear_backward", context, args, cpu::ttt_linear_backward_list);
+  return run("ttt_linear_backward", context, args, cpu::ttt_linear_backward_list(), cuda::ttt_linear_backward_list());
 }
 
 std::string ttt_linear_step(const Context& context, const TttLinearStep& args) {
-  return run("ttt_linear_step", context, args, cpu::ttt_linear_step_list);
+  return run("ttt_linear_step", context, args, cpu::ttt_linear_step_list(), cuda::ttt_linear_step_list());
 }
 
 std::vector<ImplementationInfo> ttt_linear_implementations() {
@@ -370,6 +373,9 @@ std::vector<ImplementationInfo> ttt_linear_implementations() {
   append_infos(cpu::ttt_linear_forward_list(), "forward", "cpu", infos);
   append_infos(cpu::ttt_linear_backward_list(), "backward", "cpu", infos);
   append_infos(cpu::ttt_linear_step_list(), "step", "cpu", infos);
+  append_infos(cuda::ttt_linear_forward_list(), "forward", "cuda", infos);
+  append_infos(cuda::ttt_linear_backward_list(), "backward", "cuda", infos);
+  append_infos(cuda::ttt_linear_step_list(), "step", "cuda", infos);
   return infos;
 }
 

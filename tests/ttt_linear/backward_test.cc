@@ -164,7 +164,7 @@ TEST(Backward, EachGradientAlone) {
       args.d_final_state = problem.d_final_state.view();
       args.d_final_state_bias = problem.d_final_state_bias.view();
       args.*argument = alone.view();
-      ttt_linear_backward(context_for(name), args);
+      support::run(context_for(name), args);
       EXPECT_TRUE(support::same_bits(alone, expected)) << name << " " << gradient;
     }
   }

@@ -83,7 +83,7 @@ inline void expect_close(const TttLinearCase& problem, const TttLinearResults& r
   }
 }
 
-// Every CPU implementation of the mode on this problem, against the reference in double.
+// Every implementation of the mode on this problem, against the reference in double.
 inline void check_forward(const TttLinearCase& problem) {
   const TttLinearResults expected = support::forward(support::in_double(problem), reference_context());
   for (const std::string& name : implementations("forward")) {
@@ -162,7 +162,7 @@ inline TttLinearResults forward_strided(const TttLinearCase& problem, const Cont
   args.final_state = final_state.view();
   args.final_state_bias = final_state_bias.view();
   TttLinearResults results;
-  results.implementation = ttt_linear_forward(context, args);
+  results.implementation = support::run(context, args);
   for (const StridedTensor* x : {&o, &final_state, &final_state_bias}) {
     EXPECT_TRUE(x->guards_intact()) << results.implementation << " wrote outside its outputs\n  "
                                     << describe(problem.spec);
@@ -196,7 +196,7 @@ inline TttLinearResults backward_strided(const TttLinearCase& problem, const Con
   args.d_initial_state = d_initial_state.view();
   args.d_initial_state_bias = d_initial_state_bias.view();
   TttLinearResults results;
-  results.implementation = ttt_linear_backward(context, args);
+  results.implementation = support::run(context, args);
   for (const StridedTensor* x : {&dq, &dk, &dv, &dw, &db, &deta, &d_initial_state, &d_initial_state_bias}) {
     EXPECT_TRUE(x->guards_intact()) << results.implementation << " wrote outside its outputs\n  "
                                     << describe(problem.spec);
@@ -231,7 +231,7 @@ inline TttLinearResults step_strided(const TttLinearCase& problem, const Context
   args.position = position.view();
   args.o = o.view();
   TttLinearResults results;
-  results.implementation = ttt_linear_step(context, args);
+  results.implementation = support::run(context, args);
   for (const StridedTensor* x : {&state, &state_bias, &gradient, &gradient_bias, &position, &o}) {
     EXPECT_TRUE(x->guards_intact()) << results.implementation << " wrote outside its outputs\n  "
                                     << describe(problem.spec);

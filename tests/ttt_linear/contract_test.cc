@@ -12,9 +12,10 @@ namespace {
 using support::draw;
 
 std::vector<TttLinearSpec> specs(int64_t T) {
-  TttLinearSpec bfloat = spec_of(T, 64);
+  TttLinearSpec half = spec_of(T, 36), bfloat = spec_of(T, 64);
+  half.dtype = DType::kF16;
   bfloat.dtype = DType::kBF16;
-  return first<TttLinearSpec>({spec_of(T, 20, 2), spec_of(T, 128), bfloat}, 1);
+  return first<TttLinearSpec>({spec_of(T, 20, 2), half, spec_of(T, 128), bfloat}, 2);
 }
 
 constexpr auto kRunForward = [](const TttLinearCase& x, const Context& c) { return support::forward(x, c); };
@@ -100,6 +101,8 @@ TEST(Contract, SameBitsAfterPrefillAndSteps) {
           const TttLinearResults head = support::forward(slice_tokens(problem, 0, at), context_for(name));
           const TttLinearCase tail = tail_after(problem, at, head);
           const TttLinearResults steps = support::step(tail, context_for(name));
+          // On a device the choice for a forward may be a form that has no step.
+          if (steps.implementation != whole->implementation) continue;
           EXPECT_TRUE(support::same_bits(steps.final_state, whole->final_state) &&
                       support::same_bits(steps.final_state_bias, whole->final_state_bias))
               << steps.implementation << " " << describe(spec) << ", prefill of " << at;

@@ -128,7 +128,7 @@ TEST(Forward, ShapesWithoutUnitAxes) {
     Tensor o(DType::kF32, problem.v.shape()), final_bias(DType::kF32, {spec.B, spec.H, spec.D});
     args.o = o.view();
     args.final_state_bias = final_bias.view();
-    ttt_linear_forward(context_for(name), args);
+    support::run(context_for(name), args);
     EXPECT_TRUE(support::same_bits(o, expected->o)) << name;
     EXPECT_EQ(final_bias.values(), expected->final_state_bias.values()) << name;
   }
@@ -176,7 +176,7 @@ TEST(Forward, BroadcastInputs) {
       if (!dense) continue;
       Tensor o(DType::kF32, problem.v.shape());
       args.o = o.view();
-      ttt_linear_forward(context_for(name), args);
+      support::run(context_for(name), args);
       EXPECT_TRUE(support::same_bits(o, dense->o)) << name << ", axis " << axis;
     }
   }
@@ -192,7 +192,7 @@ TEST(Forward, OptionalOutputs) {
     args.in = problem.inputs();
     Tensor o(DType::kF32, problem.v.shape());
     args.o = o.view();
-    ttt_linear_forward(context_for(name), args);
+    support::run(context_for(name), args);
     EXPECT_TRUE(support::same_bits(o, all->o)) << name;
   }
 }

@@ -17,7 +17,8 @@ constexpr double kExact = 1e-10;
 constexpr double kFp32 = 1e-5;
 
 const std::vector<TttLinearGoldenCase>& golden_cases() {
-  static const std::vector<TttLinearGoldenCase> cases = support::load_ttt_linear_golden(FASTWEIGHT_GOLDEN_DIR);
+  static const std::vector<TttLinearGoldenCase> cases =
+      support::load_ttt_linear_golden(golden_folder(FASTWEIGHT_GOLDEN_DIR));
   return cases;
 }
 
@@ -72,6 +73,21 @@ TEST_P(Golden, Forward) {
   for (const std::string& name : implementations("forward")) {
     const auto results = unless_declined("forward", name, [&] { return support::forward(problem, context_for(name)); });
     if (results) expect_answers(name, *results, kFp32);
+  }
+}
+
+// On inputs rounded to 16 bits, against the reference on the same.
+TEST_P(Golden, ForwardIn16Bits) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    TttLinearCase problem = golden().problem;
+    problem.spec.dtype = dtype;
+    for (Tensor* x : {&problem.q, &problem.k, &problem.v}) *x = x->to(dtype);
+    const TttLinearResults expected = support::forward(support::in_double(problem), reference_context());
+    for (const std::string& name : implementations("forward")) {
+      const auto results =
+          unless_declined("forward", name, [&] { return support::forward(problem, context_for(name)); });
+      if (results) expect_close(problem, *results, expected);
+    }
   }
 }
 

@@ -137,7 +137,7 @@ TEST(Step, StateIndices) {
         args.o = o.view();
         const auto ran = unless_declined("step", name, [&] {
           TttLinearResults results;
-          results.implementation = ttt_linear_step(context_for(name), args);
+          results.implementation = support::run(context_for(name), args);
           return results;
         });
         if (!ran) continue;

@@ -18,6 +18,12 @@ struct LaunchShape {
   size_t dynamic_shared_bytes = 0;
 };
 
+inline int device_attribute(cudaDeviceAttr name, int device) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, name, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
 // A kernel may use 48 KB of dynamic shared memory unless it is allowed more, once per device. The call is idempotent,
 // so two threads that arrive together do no harm.
 template <auto kKernel>

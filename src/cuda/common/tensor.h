@@ -23,16 +23,24 @@ struct DeviceTensor {
   FW_HOST_DEVICE bool present() const { return data != nullptr; }
 };
 
-// Whether groups of four along `axis` lie together and aligned, for every index along the other axes.
-inline bool has_quads(const TensorView& view, int axis) {
+// Whether groups of `count` along `axis` lie together, aligned to the size of a group, for every index along the other
+// axes.
+inline bool has_groups(const TensorView& view, int axis, int64_t count) {
   const auto a = static_cast<size_t>(axis);
-  const int64_t quad_bytes = 4 * element_size(view.dtype);
-  if (reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(quad_bytes) != 0) return false;
-  if (view.strides[a] != 1 || view.shape[a] % 4 != 0) return false;
+  const int64_t bytes = count * element_size(view.dtype);
+  if (reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(bytes) != 0) return false;
+  if (view.strides[a] != 1 || view.shape[a] % count != 0) return false;
   for (size_t i = 0; i < static_cast<size_t>(view.rank); ++i) {
-    if (i != a && view.shape[i] > 1 && view.strides[i] % 4 != 0) return false;
+    if (i != a && view.shape[i] > 1 && view.strides[i] % count != 0) return false;
   }
   return true;
+}
+
+inline bool has_quads(const TensorView& view, int axis) { return has_groups(view, axis, 4); }
+
+// Rows along the last axis can be moved in pieces of 16 bytes.
+inline bool has_vectors(const TensorView& view) {
+  return has_groups(view, view.rank - 1, 16 / element_size(view.dtype));
 }
 
 inline DeviceTensor device_tensor(const TensorView& view) {

@@ -17,6 +17,7 @@
 #include "cuda/common/elements.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/sequences.h"
+#include "cuda/common/tile_rows.cuh"
 #include "cuda/common/unit_lower.cuh"
 #include "cuda/common/warp.cuh"
 #include "cuda/delta_rule/device_problem.h"
@@ -54,42 +55,6 @@ struct ChunkArgs {
   DeviceStates initial_state, final_state, chunk_states;
   int64_t state_chunks = 0;  // of chunk_states
 };
-
-// Columns [first, first + kColumns) of `rows` rows of a [.., width] tensor of 16-bit elements into a tile; zeros
-// elsewhere. Vector copies are asynchronous: the caller commits them and waits.
-template <int kColumns>
-__device__ __forceinline__ void load_tile(const SharedTile<kColumns>& tile, const DeviceTensor& x, int64_t offset,
-                                          int rows, int first, int width, bool vectors) {
-  constexpr int kSegments = SharedTile<kColumns>::kSegments;
-  const int segment = threadIdx.x % kSegments, step = blockDim.x / kSegments;
-  const int column = first + segment * 8;
-  const int64_t row_stride = x.strides[1];
-  int row = threadIdx.x / kSegments;
-  const auto* start = static_cast<const uint16_t*>(x.data) + offset;
-  const uint16_t* from = start + row * row_stride;
-  if (vectors) {
-    from += column;
-    for (; row < kChunkRows; row += step, from += step * row_stride) {
-      const bool valid = row < rows && column < width;
-      copy_async(tile.address(row, segment), valid ? from : start, valid);
-    }
-    return;
-  }
-  for (; row < kChunkRows; row += step, from += step * row_stride) {
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t pair[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int c = column + 2 * i + h;
-        pair[h] = row < rows && c < width ? from[c * x.strides[3]] : 0;
-      }
-      words[i] = pair[0] | pair[1] << 16;
-    }
-    *reinterpret_cast<uint4*>(tile.segment(row, segment)) = make_uint4(words[0], words[1], words[2], words[3]);
-  }
-}
 
 // T and P are lower triangular. Blocks of 16 above the diagonal are neither written nor read.
 __device__ __forceinline__ bool above_diagonal(int row, int segment) { return segment / 2 > row / 16; }

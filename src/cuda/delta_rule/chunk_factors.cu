@@ -137,10 +137,10 @@ __global__ void __launch_bounds__(kThreads) factors_kernel(const __grid_constant
     const ChunkSpan span = chunk_at(args.chunked, chunk);
     if (span.sequence < 0) return;  // chunks are numbered without gaps: none follows
     const int rows = static_cast<int>(span.length), key_head = head / p.group;
-    load_tile<kK>({s.k}, p.k, row_offset(p.k, span.batch, span.begin, key_head), rows, 0, p.head_dim_k,
-                  args.vector_keys);
-    load_tile<kK>({s.q}, p.q, row_offset(p.q, span.batch, span.begin, key_head), rows, 0, p.head_dim_k,
-                  args.vector_keys);
+    load_tile<kChunkRows, kK>({s.k}, p.k, row_offset(p.k, span.batch, span.begin, key_head), rows, 0, p.head_dim_k,
+                              args.vector_keys);
+    load_tile<kChunkRows, kK>({s.q}, p.q, row_offset(p.q, span.batch, span.begin, key_head), rows, 0, p.head_dim_k,
+                              args.vector_keys);
     commit_copies();
     if (warp == 0) sum_gates(p, span, head, lane, s.gamma);
     if (threadIdx.x >= kThreads - kChunkRows) {

@@ -333,10 +333,10 @@ __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
     const ChunkSpan span = chunk_at(args.chunked, chunk);
     if (span.sequence < 0) return;  // chunks are numbered without gaps: none follows
     const int rows = static_cast<int>(span.length), key_head = head / p.group;
-    load_tile<kK>({s.k}, p.k, row_offset(p.k, span.batch, span.begin, key_head), rows, 0, p.head_dim_k,
-                  args.vector_keys);
-    load_tile<kK>({s.q}, p.q, row_offset(p.q, span.batch, span.begin, key_head), rows, 0, p.head_dim_k,
-                  args.vector_keys);
+    load_tile<kChunkRows, kK>({s.k}, p.k, row_offset(p.k, span.batch, span.begin, key_head), rows, 0, p.head_dim_k,
+                              args.vector_keys);
+    load_tile<kChunkRows, kK>({s.q}, p.q, row_offset(p.q, span.batch, span.begin, key_head), rows, 0, p.head_dim_k,
+                              args.vector_keys);
     commit_copies();
     load_decays<kK>(p, span, head, s.decay);
     if (threadIdx.x < kBlocks) s.strong[threadIdx.x] = false;

@@ -68,13 +68,14 @@ __device__ __forceinline__ void load_stage(const ChunkArgs& args, const Part& pa
     copy_tile(stage.queries(), keys + kChunkRows * kK);
     copy_tile(stage.write_keys(), keys + 2 * kChunkRows * kK);
   } else {
-    load_tile(stage.read_keys(), p.k, row_offset(p.k, span.batch, token, part.key_head), rows, 0, p.head_dim_k,
-              args.vector_keys);
-    load_tile(stage.queries(), p.q, row_offset(p.q, span.batch, token, part.key_head), rows, 0, p.head_dim_k,
-              args.vector_keys);
+    load_tile<kChunkRows>(stage.read_keys(), p.k, row_offset(p.k, span.batch, token, part.key_head), rows, 0,
+                          p.head_dim_k, args.vector_keys);
+    load_tile<kChunkRows>(stage.queries(), p.q, row_offset(p.q, span.batch, token, part.key_head), rows, 0,
+                          p.head_dim_k, args.vector_keys);
   }
-  load_tile<kColumnsOfV>({stage.v}, p.v, row_offset(p.v, span.batch, token, part.head), rows, part.column,
-                         min(p.head_dim_v, part.column + static_cast<int>(blockDim.x) / 2), args.vector_values);
+  load_tile<kChunkRows, kColumnsOfV>({stage.v}, p.v, row_offset(p.v, span.batch, token, part.head), rows, part.column,
+                                     min(p.head_dim_v, part.column + static_cast<int>(blockDim.x) / 2),
+                                     args.vector_values);
   copy_lower({stage.T}, args.factors.T + item * kChunkRows * kChunkRows);
   copy_lower({stage.P}, args.factors.P + item * kChunkRows * kChunkRows);
   copy_floats(stage.token, args.factors.token + item * 4 * kChunkRows, 4 * kChunkRows);
@@ -335,12 +336,6 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
   }
 }
 
-int attribute(cudaDeviceAttr name, int device) {
-  int value = 0;
-  check_cuda(cudaDeviceGetAttribute(&value, name, device), "cudaDeviceGetAttribute");
-  return value;
-}
-
 // Shared memory of the scan.
 template <int kK, bool kPerChannel>
 constexpr size_t scan_bytes(int stages) {
@@ -354,27 +349,16 @@ void launch_scan(const ChunkArgs& args, const Context& context) {
   // Blocks of 128 columns share their operands best; blocks of 64 fill the device when there are few heads.
   const int wide = (p.head_dim_v + kColumnsOfV - 1) / kColumnsOfV;
   const bool narrow =
-      p.head_dim_v <= 64 || rows * wide * 2 <= attribute(cudaDevAttrMultiProcessorCount, context.device.index);
+      p.head_dim_v <= 64 || rows * wide * 2 <= device_attribute(cudaDevAttrMultiProcessorCount, context.device.index);
   const int columns = narrow ? kColumnsOfV / 2 : kColumnsOfV;
   const int ranges = (p.head_dim_v + columns - 1) / columns;
-  const auto most = static_cast<size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, context.device.index));
+  const auto most =
+      static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, context.device.index));
   const int stages = scan_bytes<kK, kPerChannel>(2) <= most ? 2 : 1;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(rows * ranges, 1 << 30));
   launch<scan_kernel<kType, kK, kPerChannel>>(
       "delta_rule chunk", context, {blocks, static_cast<unsigned>(columns * 2), scan_bytes<kK, kPerChannel>(stages)},
       args, stages, ranges, rows * ranges);
-}
-
-// Whether every group of `count` elements along the last axis lies together, aligned to its size.
-bool has_groups(const TensorView& x, int64_t count) {
-  const int64_t bytes = count * element_size(x.dtype);
-  if (reinterpret_cast<uintptr_t>(x.data) % static_cast<uintptr_t>(bytes) != 0) return false;
-  const auto last = static_cast<size_t>(x.rank) - 1;
-  if (x.strides[last] != 1 || x.shape[last] % count != 0) return false;
-  for (size_t axis = 0; axis < last; ++axis) {
-    if (x.shape[axis] > 1 && x.strides[axis] % count != 0) return false;
-  }
-  return true;
 }
 
 int padded_k(int64_t K) { return K <= 64 ? 64 : K <= 128 ? 128 : 256; }
@@ -424,7 +408,7 @@ std::string declines_chunk_forward(const DeltaRuleForwardProblem& problem) {
     return "q, k, v and o must have one type";
   }
   if (in.beta.rank == 4) return "beta per value channel runs token by token";
-  const auto most = static_cast<size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, in.q.device.index));
+  const auto most = static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, in.q.device.index));
   if (shared_bytes(problem) > most) {
     return "needs " + std::to_string(shared_bytes(problem)) + " bytes of shared memory in a block, the device has " +
            std::to_string(most);
@@ -437,9 +421,9 @@ void chunk_forward(const DeltaRuleForwardProblem& problem, const Context& contex
   const bool v_first = forward.options.state_v_first;
   ChunkArgs args;
   args.problem = device_problem(problem);
-  args.vector_keys = has_groups(forward.in.q, 8) && has_groups(forward.in.k, 8);
-  args.vector_values = has_groups(forward.in.v, 8);
-  args.vector_outputs = has_groups(forward.o, 8);
+  args.vector_keys = has_vectors(forward.in.q) && has_vectors(forward.in.k);
+  args.vector_values = has_vectors(forward.in.v);
+  args.vector_outputs = has_vectors(forward.o);
   args.o = device_tensor(forward.o);
   args.initial_state = device_states(forward.in.initial_state, v_first);
   args.final_state = device_states(forward.final_state, v_first);

@@ -1,4 +1,4 @@
-// What the options make of a token's raw gate and beta values, and where its rows stand.
+// What the options make of a token's raw gate and beta values.
 #pragma once
 
 #include "cuda/common/activations.cuh"

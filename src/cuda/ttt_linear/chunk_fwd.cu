@@ -1,0 +1,43 @@
+// Forward by mini-batches: what it takes, and the launch. The kernel: chunk_fwd.cuh.
+#include <string>
+
+#include "cuda/common/launch.h"
+#include "cuda/ttt_linear/chunk.cuh"
+#include "cuda/ttt_linear/implementations.h"
+
+namespace fastweight::cuda::ttt {
+
+std::string declines_chunk_forward(const TttLinearForwardProblem& problem) {
+  const DType dtype = problem.args.in.q.dtype;
+  if (problem.has_fp64) return "computes in fp32; fp64 tensors run on the CPU's reference";
+  if (dtype != DType::kBF16 && dtype != DType::kF16) return "q, k and v must be bf16 or fp16";
+  size_t bytes = 0;
+  with_shape(problem.sizes.head_dim, problem.args.options.mini_batch,
+             [&]<int kD, int kC>() { bytes = shared_bytes<kD, kC>(kFewestStages); });
+  const auto most =
+      static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, problem.args.in.q.device.index));
+  if (bytes > most) {
+    return "needs " + std::to_string(bytes) + " bytes of shared memory in a block, the device has " +
+           std::to_string(most);
+  }
+  return "";
+}
+
+void chunk_forward(const TttLinearForwardProblem& problem, const Context& context) {
+  const TttLinearForward& forward = problem.args;
+  ChunkArgs args;
+  args.problem = device_problem(problem);
+  args.vectors = has_vectors(forward.in.q) && has_vectors(forward.in.k) && has_vectors(forward.in.v);
+  args.o = device_tensor(forward.o);
+  args.initial_state = device_states(forward.in.initial_state, false);
+  args.final_state = device_states(forward.final_state, false);
+  args.initial_state_bias = device_tensor(forward.in.initial_state_bias);
+  args.final_state_bias = device_tensor(forward.final_state_bias);
+  if (forward.in.q.dtype == DType::kBF16) {
+    launch_chunk<DType::kBF16>(args, context);
+  } else {
+    launch_chunk<DType::kF16>(args, context);
+  }
+}
+
+}  // namespace fastweight::cuda::ttt

@@ -1,0 +1,261 @@
+// What is special about TTT-linear on a CUDA device: graphs, contents that the host cannot check, many sequences,
+// prefill and decoding. The cases of tests/ttt_linear run on the device as well, see tests/CMakeLists.txt.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "support/placement.h"
+#include "tests/ttt_linear/cases.h"
+
+namespace fastweight::test {
+namespace {
+
+using support::DeviceCopy;
+using support::DeviceGraph;
+using support::DeviceStream;
+using support::draw;
+
+const Device kCuda{DeviceType::kCuda, 0};
+[[maybe_unused]] const bool g_on_cuda = (device() = kCuda, true);
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+// In a type that every implementation takes.
+TttLinearSpec bf16_spec(int64_t T, int64_t D, int64_t H) {
+  TttLinearSpec spec = spec_of(T, D, H);
+  spec.dtype = DType::kBF16;
+  return spec;
+}
+
+Tensor offsets_of(const std::vector<int64_t>& offsets) {
+  return Tensor(DType::kI64, {static_cast<int64_t>(offsets.size())},
+                std::vector<double>(offsets.begin(), offsets.end()));
+}
+
+// The tensors of a call on the device; `copies` keeps them.
+class OnDevice {
+ public:
+  TensorView operator()(const Tensor& host) {
+    return copies_.emplace_back(std::make_unique<DeviceCopy>(host, kCuda))->view();
+  }
+
+  TttLinearInputs inputs(const TttLinearCase& problem) {
+    TttLinearInputs in;
+    in.q = (*this)(problem.q);
+    in.k = (*this)(problem.k);
+    in.v = (*this)(problem.v);
+    in.w = (*this)(problem.w);
+    in.b = (*this)(problem.b);
+    in.eta = (*this)(problem.eta);
+    return in;
+  }
+
+ private:
+  std::vector<std::unique_ptr<DeviceCopy>> copies_;
+};
+
+// One capture serves any lengths that fit: the same bits as a call of its own, and nothing else written.
+TEST(CudaTttLinear, GraphReplaysWithOtherLengths) {
+  constexpr int64_t kTokens = 100;
+  const TttLinearCase problem = draw(with_lengths(bf16_spec(0, 20, 2), {40, 40, 10, 10}), 1);
+  for (const std::string& name : implementations("forward")) {
+    OnDevice place;
+    TttLinearForward args;
+    args.in = place.inputs(problem);
+    args.in.initial_state = place(problem.initial_state);
+    args.in.initial_state_bias = place(problem.initial_state_bias);
+    args.options = problem.spec.options;
+    DeviceCopy offsets(problem.cu_seqlens, kCuda), o(problem.v, kCuda), state(problem.initial_state, kCuda),
+        bias(problem.initial_state_bias, kCuda);
+    args.in.cu_seqlens = offsets.view();
+    args.o = o.view();
+    args.final_state = state.view();
+    args.final_state_bias = bias.view();
+    const DeviceStream stream;
+    Context context = context_for(name);
+    context.stream = stream.get();
+    const DeviceGraph graph(stream, [&] { EXPECT_EQ(ttt_linear_forward(context, args), name); });
+    for (const std::vector<int64_t>& lengths : std::vector<std::vector<int64_t>>{
+             {0, 40, 80, 90, 100}, {0, 0, 1, 99, 100}, {0, 16, 16, 48, 49}, {0, 0, 0, 0, 0}}) {
+      const int64_t tokens = lengths.back();
+      offsets.set(offsets_of(lengths));
+      for (DeviceCopy* x : {&o, &state, &bias}) {
+        Tensor values = x->get();
+        values.fill(kNaN);
+        x->set(values);
+      }
+      graph.launch(stream);
+      stream.wait();
+      TttLinearResults replayed;
+      replayed.o = slice(o.get(), 1, 0, tokens);
+      replayed.final_state = state.get();
+      replayed.final_state_bias = bias.get();
+      for (double value : slice(o.get(), 1, tokens, kTokens).values()) ASSERT_TRUE(std::isnan(value)) << name;
+
+      TttLinearCase same = slice_tokens(problem, 0, tokens);
+      same.spec.cu_seqlens = lengths;
+      same.cu_seqlens = offsets_of(lengths);
+      expect_same_bits(replayed, support::forward(same, context_for(name)),
+                       name + " with " + std::to_string(tokens) + " tokens");
+    }
+  }
+}
+
+// Each replay of a captured step advances the states once more, over the end of a mini-batch.
+TEST(CudaTttLinear, StepInAGraph) {
+  constexpr int kReplays = 18;
+  TttLinearSpec spec = bf16_spec(1, 36, 2);
+  spec.B = 2;
+  const TttLinearCase problem = draw(spec, 2);
+  for (const std::string& name : implementations("step")) {
+    TttLinearOpen open = support::opened(problem);
+    OnDevice place;
+    TttLinearStep args;
+    args.options = spec.options;
+    args.in = place.inputs(problem);
+    DeviceCopy state(open.state, kCuda), state_bias(open.state_bias, kCuda), gradient(open.gradient, kCuda),
+        gradient_bias(open.gradient_bias, kCuda), position(open.position, kCuda), o(problem.v, kCuda);
+    args.state = state.view();
+    args.state_bias = state_bias.view();
+    args.gradient = gradient.view();
+    args.gradient_bias = gradient_bias.view();
+    args.position = position.view();
+    args.o = o.view();
+    const DeviceStream stream;
+    Context context = context_for(name);
+    context.stream = stream.get();
+    const DeviceGraph graph(stream, [&] { ttt_linear_step(context, args); });
+    for (int i = 0; i < kReplays; ++i) graph.launch(stream);
+    stream.wait();
+
+    TttLinearResults expected;
+    for (int i = 0; i < kReplays; ++i) {
+      expected = support::step(problem, open, context_for(name));
+      open = open_after(expected);
+    }
+    EXPECT_EQ(position.get().values(), (std::vector<double>{2, 2})) << name;
+    TttLinearResults replayed = expected;
+    replayed.o = o.get();
+    replayed.final_state = state.get();
+    replayed.final_state_bias = state_bias.get();
+    replayed.gradient = gradient.get();
+    replayed.gradient_bias = gradient_bias.get();
+    replayed.position = position.get();
+    expect_same_bits(replayed, expected, name);
+  }
+}
+
+// All tokens at once, or a prefill and then a step per token: the same bits, outputs included.
+TEST(CudaTttLinear, SameBitsByStepsAfterAPrefill) {
+  constexpr int64_t kPrefill = 16;
+  TttLinearSpec spec = bf16_spec(32, 36, 2);
+  const TttLinearCase problem = draw(spec, 3);
+  const Context context = context_for("recurrent");
+  const TttLinearResults whole = support::forward(problem, context);
+  const TttLinearResults head = support::forward(slice_tokens(problem, 0, kPrefill), context);
+  TttLinearOpen open = support::opened(problem);
+  open.state = head.final_state;
+  open.state_bias = head.final_state_bias;
+  for (int64_t t = kPrefill; t < spec.T; ++t) {
+    const TttLinearResults one = support::step(slice_tokens(problem, t, t + 1), open, context);
+    EXPECT_TRUE(support::same_bits(one.o, slice(whole.o, 1, t, t + 1))) << "token " << t;
+    open = open_after(one);
+  }
+  EXPECT_TRUE(support::same_bits(open.state, whole.final_state));
+  EXPECT_TRUE(support::same_bits(open.state_bias, whole.final_state_bias));
+}
+
+// Every tile shape of the chunk form, with rows that can be copied in pieces and rows that cannot.
+TEST(CudaTttLinear, ShapesOfTheChunkForm) {
+  for (int32_t mini_batch : {16, 32, 64}) {
+    for (int64_t D : {64, 128, 36, 100}) {
+      if (reduced() && D > 64 && mini_batch == 32) continue;
+      TttLinearSpec spec = bf16_spec(reduced() ? 2 * mini_batch + 3 : 5 * mini_batch + 3, D, 1);
+      if (mini_batch == 32) spec.dtype = DType::kF16;
+      spec.options.mini_batch = mini_batch;
+      const TttLinearCase problem = draw(spec, 4);
+      const TttLinearResults expected = support::forward(support::in_double(problem), reference_context());
+      const TttLinearResults results = support::forward(problem, context_for("chunk"));
+      expect_close(problem, results, expected);
+    }
+  }
+}
+
+// Inner gradients beyond the range of fp16: a state of 0 makes the variance of every z that of eps alone.
+TEST(CudaTttLinear, LargeGradientsInFp16) {
+  TttLinearSpec spec = spec_of(33, 20, 1);
+  spec.dtype = DType::kF16;
+  spec.initial_state = spec.initial_state_bias = false;
+  spec.options.eps = 1e-9;
+  TttLinearCase problem = draw(spec, 5);
+  for (int64_t i = 0; i < problem.eta.size(); ++i) problem.eta.set(i, 0.1 * problem.eta[i]);
+  const TttLinearResults expected = support::forward(support::in_double(problem), reference_context());
+  expect_close(problem, support::forward(problem, context_for("chunk")), expected);
+}
+
+// More (sequence, head) pairs than blocks run at once, many of the sequences empty.
+TEST(CudaTttLinear, ThousandsOfSequences) {
+  Dice dice(6);
+  std::vector<int64_t> lengths;
+  for (int n = 0; n < (reduced() ? 300 : 1000); ++n) {
+    lengths.push_back(dice.chance(30) ? 0 : dice.chance(5) ? dice.between(17, 40) : dice.between(1, 4));
+  }
+  check_forward(draw(with_lengths(bf16_spec(0, 12, 1), lengths), 6));
+  check_step(draw(with_lengths(bf16_spec(0, 12, 1), lengths), 7));
+}
+
+// What the host cannot refuse touches nothing outside the tensors: support::run looks at the memory around them.
+TEST(CudaTttLinear, MalformedOffsetsStayInside) {
+  for (const std::vector<int64_t>& offsets : std::vector<std::vector<int64_t>>{
+           {0, 200, 10, 69}, {-5, -1, 30, 1000000}, {60, 50, 40, 30}, {0, 69, 0, 69}, {int64_t{1} << 40, 0, 1, 2}}) {
+    TttLinearCase problem = draw(with_lengths(bf16_spec(0, 16, 1), {20, 20, 29}), 8);
+    problem.cu_seqlens = offsets_of(offsets);
+    for (const std::string& name : implementations("forward")) {
+      EXPECT_NO_THROW(support::forward(problem, context_for(name))) << name;
+    }
+    for (const std::string& name : implementations("step")) {
+      EXPECT_NO_THROW(support::step(problem, context_for(name))) << name;
+    }
+  }
+}
+
+// A slot that does not exist is skipped like -1, a count outside the mini-batch is clamped to it.
+TEST(CudaTttLinear, SlotsAndPositionsThatDoNotExist) {
+  TttLinearSpec spec = bf16_spec(2, 20, 2);
+  spec.B = 4;
+  const TttLinearCase problem = draw(spec, 9);
+  const Tensor indices(DType::kI32, {4}, std::vector<double>{3, 4, -7, 0});
+  for (const std::string& name : implementations("step")) {
+    const TttLinearOpen before = support::opened(problem);
+    TttLinearOpen open = before;
+    open.position = Tensor(DType::kI32, {4}, std::vector<double>{-3, 5, 1000, 1e9});
+    Tensor o(DType::kF32, problem.v.shape());
+    o.fill(kNaN);
+    TttLinearStep args;
+    args.in = problem.inputs();
+    args.in.initial_state = args.in.initial_state_bias = {};
+    args.options = spec.options;
+    args.state = open.state.view();
+    args.state_bias = open.state_bias.view();
+    args.gradient = open.gradient.view();
+    args.gradient_bias = open.gradient_bias.view();
+    args.position = open.position.view();
+    args.state_indices = indices.view();
+    args.o = o.view();
+    support::run(context_for(name), args);
+    EXPECT_EQ(open.position.values(), (std::vector<double>{2, 5, 1000, 1})) << name;
+    for (int64_t n : {1, 2}) {
+      for (double value : slice(o, 0, n, n + 1).values()) EXPECT_EQ(value, 0) << name;
+      EXPECT_TRUE(support::same_bits(slice(open.gradient, 0, n, n + 1), slice(before.gradient, 0, n, n + 1))) << name;
+    }
+    for (int64_t n : {0, 3}) {
+      EXPECT_FALSE(support::same_bits(slice(open.gradient, 0, n, n + 1), slice(before.gradient, 0, n, n + 1))) << name;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fastweight::test
