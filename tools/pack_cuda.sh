@@ -8,10 +8,8 @@ build=${1:-build/cuda} out=${2:-build/cuda-device}
 
 rm -rf "$out"
 mkdir -p "$out"/{tests,bin,lib}
-for program in "$build"/tests/cuda_*_test "$build"/tests/delta_rule_{forward,step,contract,golden,random}_test \
-  "$build"/tests/{short_conv_operator,blocks_results,blocks_identities}_test; do
-  strip -o "$out/tests/$(basename "$program")" "$program"
-done
+cp "$build/tests/cuda_programs.txt" "$out/tests"
+for name in $(cat "$build/tests/cuda_programs.txt"); do strip -o "$out/tests/$name" "$build/tests/$name"; done
 strip -o "$out/bin/fastweight" "$build/bin/fastweight"
-ldd "$out"/tests/* "$out/bin/fastweight" | awk '/libhwy/ { print $3 }' | sort -u | xargs cp -L -t "$out/lib"
+ldd "$out"/tests/*_test "$out/bin/fastweight" | awk '/libhwy/ { print $3 }' | sort -u | xargs cp -L -t "$out/lib"
 du -sh "$out"
