@@ -2,7 +2,7 @@
 # The Python package: tools/python.sh wheel [NAME=VALUE..] | lint | smoke | test [pytest arguments] | demo [arguments].
 # `wheel` builds a wheel with its libraries inside, CUDA kernels where there is an nvcc, and installs it into a fresh
 # environment; it takes settings of CMake. `smoke` runs it there with no compiler in reach, `test` runs the tests on it;
-# `demo` is `wheel` and the example. Everything stays under build/.
+# `demo` is `wheel` for the CPU and the example. Everything stays under build/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -46,7 +46,7 @@ case ${1:-} in
   smoke) env -i PATH=/nonexistent HOME="$HOME" "$fresh/bin/python" tests/python/smoke.py ;;
   test) "$fresh/bin/python" -m pytest -p no:cacheprovider -q "${@:2}" tests/python ;;
   demo)
-    wheel
+    wheel FASTWEIGHT_CUDA=OFF
     "$fresh/bin/python" examples/train_recall.py --output build/recall.png "${@:2}"
     ;;
   *)
