@@ -8,8 +8,11 @@ namespace fastweight::cuda::blocks {
 
 void direct(const BlockProblem<ChunkLocalCumsum>& problem, const Context& context);  // in gate_activation.cu
 void direct(const BlockProblem<ScaledDotKktForward>& problem, const Context& context);
+void direct(const BlockProblem<ScaledDotKktBackward>& problem, const Context& context);
 void direct(const BlockProblem<SolveTrilForward>& problem, const Context& context);
+void direct(const BlockProblem<SolveTrilBackward>& problem, const Context& context);
 void direct(const BlockProblem<WyForward>& problem, const Context& context);
+void direct(const BlockProblem<WyBackward>& problem, const Context& context);
 void direct(const BlockProblem<L2NormForward>& problem, const Context& context);
 void direct(const BlockProblem<L2NormBackward>& problem, const Context& context);
 void direct(const BlockProblem<GateActivationForward>& problem, const Context& context);

@@ -15,13 +15,7 @@ constexpr Implementation<BlockProblem<Args>> kList[] = {
 
 template <class Args>
 std::span<const Implementation<BlockProblem<Args>>> block_list() {
-  if constexpr (requires(const BlockProblem<Args>& problem, const Context& context) {
-                  blocks::direct(problem, context);
-                }) {
-    return kList<Args>;
-  } else {
-    return {};
-  }
+  return kList<Args>;
 }
 
 template std::span<const Implementation<BlockProblem<ChunkLocalCumsum>>> block_list();

@@ -1,5 +1,4 @@
-// What the CUDA backend offers to `ops` for the building blocks, most special first. Empty in a build without CUDA, and
-// for the adjoints that have no kernel.
+// What the CUDA backend offers to `ops` for the building blocks, most special first. Empty in a build without CUDA.
 #pragma once
 
 #include <span>

@@ -103,10 +103,7 @@ __device__ __forceinline__ void store_tile(const Args& args, const ChunkSpan& sp
 // Channels [first, first + depth) of a chunk's keys.
 __device__ __forceinline__ void stage_keys(const Args& args, const ChunkSpan& span, int64_t head, int first, int depth,
                                            const Slab& slab) {
-  const auto start = [&](int row) {
-    return row < span.length ? row_offset(args.k, span.batch, span.begin + row, head) : int64_t{-1};
-  };
-  read_quads(args.k, args.chunk_size, first, depth, args.head_dim_k, start,
+  read_quads(args.k, args.chunk_size, first, depth, args.head_dim_k, rows_of(args.k, span, head),
              [&](int row, int d, const float(&values)[4]) { put_columns(slab, row, d, values); });
 }
 

@@ -46,7 +46,19 @@ __device__ __forceinline__ void outer_product(const float (&a)[4], const float (
   }
 }
 
-// Four elements from column `column` on of a row that begins at `offset`, as far as it has them.
+// Four elements from column `column` on of a row that begins at `offset`; 0 where it has no more.
+__device__ __forceinline__ void load_row_quad(const DeviceTensor& x, int64_t offset, int column, int width,
+                                              float (&values)[4]) {
+  const int64_t at = offset + column * x.strides[3];
+  with_type(x.dtype, [&](auto type) {
+    decode_quad<type.value>(x.quads && column < width
+                                ? load_quad<type.value>(element_at(x.data, type.value, at))
+                                : gather_quad(x.data, type.value, at, x.strides[3], width - column),
+                            values);
+  });
+}
+
+// The same to a tensor.
 __device__ __forceinline__ void store_row_quad(const DeviceTensor& x, int64_t offset, int column, int width,
                                                const float (&values)[4]) {
   const int64_t at = offset + column * x.strides[3];
@@ -88,6 +100,13 @@ __device__ __forceinline__ void read_quads(const DeviceTensor& x, int rows, int 
       }
     }
   });
+}
+
+// Where a chunk's rows of a tensor begin; below 0 beyond the chunk, and of an absent tensor.
+__device__ __forceinline__ auto rows_of(const DeviceTensor& x, const ChunkSpan& span, int64_t head) {
+  return [&x, &span, head](int row) {
+    return x.present() && row < span.length ? row_offset(x, span.batch, span.begin + row, head) : int64_t{-1};
+  };
 }
 
 // One number per token; `otherwise` where the tensor is absent, 0 beyond the chunk.

@@ -36,13 +36,6 @@ struct Shared {
   float on_k[kTileRows];  // beta, times exp(gamma) with one number per head
 };
 
-// Where a chunk's rows of a tensor begin.
-__device__ __forceinline__ auto rows_of(const DeviceTensor& x, const ChunkSpan& span, int64_t head) {
-  return [&x, &span, head](int row) {
-    return row < span.length ? row_offset(x, span.batch, span.begin + row, head) : int64_t{-1};
-  };
-}
-
 // What stands above the diagonal is not looked at.
 __device__ __forceinline__ void load_J(const Args& args, const ChunkSpan& span, int64_t head, Shared& s) {
   read_quads(args.j, args.chunk_size, 0, args.chunk_size, args.chunk_size, rows_of(args.j, span, head),
