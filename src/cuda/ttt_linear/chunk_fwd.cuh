@@ -19,7 +19,7 @@
 //
 // q, k, v and eta of the next mini-batches are on their way meanwhile. Who may overwrite what:
 //   - row sums before A are read right after A, those before B right after B: one buffer each;
-//   - P_m is written before A and read after B, so P_{m+1} has another buffer;
+//   - P_m, where it is exchanged, is written before A and read after B, so P_{m+1} has another buffer;
 //   - the stage of mini-batch m - 1 is last read after B of m - 1; the copies into it start after A of m.
 #pragma once
 
@@ -165,7 +165,8 @@ class Feed {
     const int segment = threadIdx.x % kSegments, step = blockDim.x / kSegments;
     for (int row = threadIdx.x / kSegments; row < kC; row += step) {
       const bool valid = row < rows && 8 * segment < args_.problem.head_dim;
-      copy_async(tile.address(row, segment), valid ? first + row * stride + 8 * segment : first, valid);
+      const int64_t offset = row * stride + 8 * segment;
+      copy_async(tile.address(row, segment), first + (valid ? offset : 0), valid);
     }
   }
 
@@ -229,14 +230,43 @@ __device__ __forceinline__ void read_state(const SharedTile<kD>& rows, int first
   }
 }
 
-// P in blocks of 16 x 16 on and below the diagonal, dealt to the warps.
+// P = lower(scale q k^T + 1) in 16 bits, in blocks of 16 x 16 on and below the diagonal. Of 16 tokens every warp makes
+// the one block for itself, in registers; more blocks are dealt to the warps and exchanged.
 template <DType kType, int kD, int kC>
-__device__ __forceinline__ void make_moves(Stage<kD, kC>& stage, float scale, const Lane& at, uint16_t* P) {
-  constexpr int kBlocks = kC / kTileRows * (kC / kTileRows + 1) / 2;
-  const SharedTile<kD> q = stage.q(), k = stage.k();
-  const SharedTile<64> tile{P};
-  for (int block = at.warp; block < kBlocks; block += static_cast<int>(blockDim.x) / kWarpSize) {
-    const int i = block < 1 ? 0 : block < 3 ? 1 : block < 6 ? 2 : 3, j = block - i * (i + 1) / 2;
+class Moves {
+ public:
+  __device__ explicit Moves(uint16_t* exchanged) : exchanged_{exchanged} {}
+
+  __device__ __forceinline__ void make(Stage<kD, kC>& stage, float scale, const Lane& at) {
+    if constexpr (kAhead<kC>) {
+      block(stage, 0, 0, scale, at, kept_);
+    } else {
+      constexpr int kBlocks = kC / kTileRows * (kC / kTileRows + 1) / 2;
+      for (int n = at.warp; n < kBlocks; n += static_cast<int>(blockDim.x) / kWarpSize) {
+        const int i = n < 1 ? 0 : n < 3 ? 1 : n < 6 ? 2 : 3, j = n - i * (i + 1) / 2;
+        uint32_t a[4];
+        block(stage, i, j, scale, at, a);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          *reinterpret_cast<uint32_t*>(&exchanged_.at(at.row(i, r % 2), kTileRows * j + r / 2 * 8 + 2 * at.t)) = a[r];
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void get(int i, int j, const Lane& at, uint32_t (&a)[4]) const {
+    if constexpr (kAhead<kC>) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) a[r] = kept_[r];
+    } else {
+      exchanged_.load_a(kTileRows * i, j, at.lane, a);
+    }
+  }
+
+ private:
+  // Block (i, j) as an A fragment.
+  __device__ __forceinline__ static void block(Stage<kD, kC>& stage, int i, int j, float scale, const Lane& at,
+                                               uint32_t (&fragment)[4]) {
+    const SharedTile<kD> q = stage.q(), k = stage.k();
     float c[2][4] = {};
 #pragma unroll
     for (int m = 0; m < kD / 16; ++m) {
@@ -247,18 +277,20 @@ __device__ __forceinline__ void make_moves(Stage<kD, kC>& stage, float scale, co
       mma<kType>(c[1], a, b[2], b[3]);
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = at.row(i, half);
+    for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const int column = kTileRows * j + 8 * n + 2 * at.t;
-        const float low = column <= row ? fmaf(scale, c[n][2 * half], 1.0f) : 0.0f;
-        const float high = column + 1 <= row ? fmaf(scale, c[n][2 * half + 1], 1.0f) : 0.0f;
-        *reinterpret_cast<uint32_t*>(&tile.at(row, column)) = pack<kType>(low, high);
+      for (int r = 0; r < 4; ++r) {
+        const int column = kTileRows * j + 8 * n + 2 * at.t + r % 2;
+        const float move = fmaf(scale, c[n][r], 1.0f);
+        c[n][r] = column <= at.row(i, r / 2) ? move : 0.0f;
       }
     }
+    pack_a<kType>(c[0], c[1], fragment);
   }
-}
+
+  SharedTile<64> exchanged_;
+  uint32_t kept_[4];
+};
 
 // The warp's share of the statistics of all rows.
 template <int kD, int kC>
@@ -503,10 +535,10 @@ __device__ __forceinline__ void move_state(Stage<kD, kC>& stage, const uint32_t 
 
 // y = scale q h + c - eta (P n), with q h from before A or else made here.
 template <DType kType, int kD, int kC>
-__device__ __forceinline__ void read_outputs(Stage<kD, kC>& stage, uint16_t* P, const uint32_t (&n)[kC / kTileRows][4],
-                                             const float (&h)[kD / 8][4], float scale, const Columns& columns,
-                                             const Lane& at, Rows<kTileRows>& qh, Rows<kC>& y) {
-  const SharedTile<64> moves{P};
+__device__ __forceinline__ void read_outputs(Stage<kD, kC>& stage, const Moves<kType, kD, kC>& moves,
+                                             const uint32_t (&n)[kC / kTileRows][4], const float (&h)[kD / 8][4],
+                                             float scale, const Columns& columns, const Lane& at, Rows<kTileRows>& qh,
+                                             Rows<kC>& y) {
 #pragma unroll
   for (int tile = 0; tile < kC / kTileRows; ++tile) {
     if constexpr (!kAhead<kC>) read_state<kType, kD, kTileRows>(stage.q(), kTileRows * tile, h, at, qh);
@@ -514,7 +546,7 @@ __device__ __forceinline__ void read_outputs(Stage<kD, kC>& stage, uint16_t* P, 
 #pragma unroll
     for (int m = 0; m <= tile; ++m) {
       uint32_t a[4];
-      moves.load_a(kTileRows * tile, m, at.lane, a);
+      moves.get(tile, m, at, a);
       mma<kType>(sums[0][0], a, n[m][0], n[m][2]);
       mma<kType>(sums[0][1], a, n[m][1], n[m][3]);
     }
@@ -617,7 +649,7 @@ __device__ __forceinline__ void run_part(const ChunkArgs& args, int64_t sequence
     Stage<kD, kC>& current = stage[slot];
     Stage<kD, kC>& last = stage[slot == 0 ? stages - 1 : slot - 1];
     slot = slot + 1 == stages ? 0 : slot + 1;
-    uint16_t* P = exchange.P[parity];
+    Moves<kType, kD, kC> moves(exchange.P[parity]);
     parity ^= 1;
     const int rows = static_cast<int>(min(left, int64_t{kC}));
 
@@ -629,7 +661,7 @@ __device__ __forceinline__ void run_part(const ChunkArgs& args, int64_t sequence
     put_statistics<kD, kC>(z, columns, at, exchange.inner());
     if constexpr (kAhead<kC>) read_state<kType, kD, kTileRows>(current.q(), 0, h, at, qh);
     residuals.prepare(current, columns, at);
-    make_moves<kType, kD, kC>(current, p.scale, at, P);
+    moves.make(current, p.scale, at);
     put_statistics<kD, kC>(y, columns, at, exchange.outer());
     __syncthreads();  // A
 
@@ -653,7 +685,7 @@ __device__ __forceinline__ void run_part(const ChunkArgs& args, int64_t sequence
     uint32_t n[kC / kTileRows][4];
     transpose_gradients<kType, kC>(z, rows, at, n);
     const float last_eta = current.eta[rows - 1];
-    const auto read = [&] { read_outputs<kType, kD, kC>(current, P, n, h, p.scale, columns, at, qh, y); };
+    const auto read = [&] { read_outputs<kType, kD, kC>(current, moves, n, h, p.scale, columns, at, qh, y); };
     if constexpr (!kAhead<kC>) read();
     move_state<kType, kD, kC>(current, n, last_eta * kGradientUnit<kType>, at, h);
     if constexpr (kAhead<kC>) {
