@@ -67,47 +67,51 @@ struct ForwardOnDevice {
 
 class CudaDeltaRule : public ::testing::TestWithParam<Gate> {
  protected:
-  // In a type that every implementation takes.
-  static DeltaRuleSpec spec(int64_t T, int64_t K, int64_t V) {
+  static DeltaRuleSpec spec(int64_t T, int64_t K, int64_t V, DType dtype = DType::kBF16) {
     DeltaRuleSpec one = spec_of(GetParam(), T, K, V);
-    one.dtype = DType::kBF16;
+    one.dtype = dtype;
     return one;
   }
+
+  // The types that choose between the forms of an implementation.
+  static constexpr DType kTypes[] = {DType::kBF16, DType::kF32};
 };
 
 // One capture serves any lengths that fit: the same bits as a call of its own, and nothing else written.
 TEST_P(CudaDeltaRule, GraphReplaysWithOtherLengths) {
   constexpr int64_t kTokens = 300;
-  DeltaRuleSpec one = with_lengths(with_heads(spec(0, 64, 32), 2, 2), {100, 100, 50, 50});
-  const DeltaRuleCase problem = draw(one, 1);
-  for (const std::string& name : implementations("forward")) {
-    ForwardOnDevice call(problem);
-    const DeviceStream stream;
-    Context context = context_for(name);
-    context.stream = stream.get();
-    const DeviceGraph graph(stream, [&] { EXPECT_EQ(delta_rule_forward(context, call.args), name); });
-    for (const std::vector<int64_t>& offsets : std::vector<std::vector<int64_t>>{{0, 100, 200, 250, 300},
-                                                                                 {0, 0, 1, 299, 300},
-                                                                                 {0, 64, 64, 64, 65},
-                                                                                 {0, 0, 0, 0, 0},
-                                                                                 {0, 3, 67, 131, 200}}) {
-      const int64_t tokens = offsets.back();
-      call.offsets->set(offsets_of(offsets));
-      call.poison();
-      graph.launch(stream);
-      stream.wait();
-      const int64_t chunks =
-          delta_rule_num_chunks(tokens, offsets_of(offsets).view(), static_cast<int32_t>(one.options.chunk_size));
-      const DeltaRuleResults replayed = call.results(tokens, chunks);
-      for (int64_t i = tokens; i < kTokens; ++i) {
-        for (double value : slice(call.o->get(), 1, i, i + 1).values()) ASSERT_TRUE(std::isnan(value)) << name;
-      }
+  for (DType dtype : kTypes) {
+    DeltaRuleSpec one = with_lengths(with_heads(spec(0, 64, 32, dtype), 2, 2), {100, 100, 50, 50});
+    const DeltaRuleCase problem = draw(one, 1);
+    for (const std::string& name : implementations("forward")) {
+      ForwardOnDevice call(problem);
+      const DeviceStream stream;
+      Context context = context_for(name);
+      context.stream = stream.get();
+      const DeviceGraph graph(stream, [&] { EXPECT_EQ(delta_rule_forward(context, call.args), name); });
+      for (const std::vector<int64_t>& offsets : std::vector<std::vector<int64_t>>{{0, 100, 200, 250, 300},
+                                                                                   {0, 0, 1, 299, 300},
+                                                                                   {0, 64, 64, 64, 65},
+                                                                                   {0, 0, 0, 0, 0},
+                                                                                   {0, 3, 67, 131, 200}}) {
+        const int64_t tokens = offsets.back();
+        call.offsets->set(offsets_of(offsets));
+        call.poison();
+        graph.launch(stream);
+        stream.wait();
+        const int64_t chunks =
+            delta_rule_num_chunks(tokens, offsets_of(offsets).view(), static_cast<int32_t>(one.options.chunk_size));
+        const DeltaRuleResults replayed = call.results(tokens, chunks);
+        for (int64_t i = tokens; i < kTokens; ++i) {
+          for (double value : slice(call.o->get(), 1, i, i + 1).values()) ASSERT_TRUE(std::isnan(value)) << name;
+        }
 
-      DeltaRuleCase same = slice_tokens(problem, 0, tokens);
-      same.spec.cu_seqlens = offsets;
-      same.cu_seqlens = offsets_of(offsets);
-      DeltaRuleResults expected = support::forward(same, context_for(name), true);
-      expect_same_bits(replayed, expected, name + " with " + std::to_string(tokens) + " tokens");
+        DeltaRuleCase same = slice_tokens(problem, 0, tokens);
+        same.spec.cu_seqlens = offsets;
+        same.cu_seqlens = offsets_of(offsets);
+        DeltaRuleResults expected = support::forward(same, context_for(name), true);
+        expect_same_bits(replayed, expected, name + " with " + std::to_string(tokens) + " tokens");
+      }
     }
   }
 }
@@ -197,6 +201,20 @@ TEST_P(CudaDeltaRule, SameBitsForBothOrdersOfTheState) {
   }
 }
 
+// In fp32 the tensor cores keep what the multiply-add units keep, within a small factor, with strong gates too.
+TEST_P(CudaDeltaRule, ChunkKeepsTheAccuracyOfFp32) {
+  constexpr double kBound = 3e-6;
+  for (double fraction : {0.0, 0.1}) {
+    DeltaRuleSpec one = spec(200, 128, 48, DType::kF32);
+    one.hard_gate_fraction = GetParam() == Gate::kNone ? 0.0 : fraction;
+    const DeltaRuleCase problem = draw(one, 15);
+    const DeltaRuleResults expected = support::forward(support::in_double(problem), reference_context());
+    const DeltaRuleResults results = support::forward(problem, context_for("chunk"));
+    EXPECT_LT(support::compare(results.o, expected.o).relative_rms, kBound) << describe(one);
+    EXPECT_LT(support::compare(results.final_state, expected.final_state).relative_rms, kBound) << describe(one);
+  }
+}
+
 // More sequences than one tile of the chunk count, many of them empty.
 TEST_P(CudaDeltaRule, ThousandsOfSequences) {
   Dice dice(5);
@@ -243,18 +261,20 @@ TEST_P(CudaDeltaRule, StatesInBf16) {
 TEST_P(CudaDeltaRule, MalformedOffsetsStayInside) {
   for (const std::vector<int64_t>& offsets : std::vector<std::vector<int64_t>>{
            {0, 200, 10, 69}, {-5, -1, 30, 1000000}, {60, 50, 40, 30}, {0, 69, 0, 69}, {int64_t{1} << 40, 0, 1, 2}}) {
-    DeltaRuleSpec one = with_lengths(with_heads(spec(0, 32, 16), 1, 2), {20, 20, 29});
-    one.options.chunk_size = 16;
-    DeltaRuleCase problem = draw(one, 9);
-    problem.cu_seqlens = offsets_of(offsets);
-    DeltaRuleForward args;
-    args.in = problem.inputs();
-    args.options = one.options;
-    Tensor o(one.dtype, problem.v.shape()), chunk_states(DType::kF32, {1, 3, one.HV, one.K, one.V});
-    args.o = o.view();
-    args.chunk_states = chunk_states.view();
-    for (const std::string& name : implementations("forward")) {
-      EXPECT_NO_THROW(support::run(context_for(name), args)) << name;
+    for (DType dtype : kTypes) {
+      DeltaRuleSpec one = with_lengths(with_heads(spec(0, 32, 16, dtype), 1, 2), {20, 20, 29});
+      one.options.chunk_size = 16;
+      DeltaRuleCase problem = draw(one, 9);
+      problem.cu_seqlens = offsets_of(offsets);
+      DeltaRuleForward args;
+      args.in = problem.inputs();
+      args.options = one.options;
+      Tensor o(one.dtype, problem.v.shape()), chunk_states(DType::kF32, {1, 3, one.HV, one.K, one.V});
+      args.o = o.view();
+      args.chunk_states = chunk_states.view();
+      for (const std::string& name : implementations("forward")) {
+        EXPECT_NO_THROW(support::run(context_for(name), args)) << name;
+      }
     }
   }
 }

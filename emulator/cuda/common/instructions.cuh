@@ -64,9 +64,29 @@ struct Product {
   uint32_t b[2];
 };
 
+// c += a b into the C fragments of all lanes.
+template <int kInner>
+void accumulate(void* const* lanes, const double (&a)[16][kInner], const double (&b)[kInner][8]) {
+  double c[16][8];
+  const auto for_each_element = [&](const auto& visit) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const int g = lane / 4, t = lane % 4;
+      float* own = static_cast<const Product*>(lanes[lane])->c;
+      for (int i = 0; i < 4; ++i) visit(own[i], c[g + i / 2 * 8][2 * t + i % 2]);
+    }
+  };
+  for_each_element([](float own, double& sum) { sum = own; });
+  for (int row = 0; row < 16; ++row) {
+    for (int k = 0; k < kInner; ++k) {
+      for (int column = 0; column < 8; ++column) c[row][column] += a[row][k] * b[k][column];
+    }
+  }
+  for_each_element([](float& own, double sum) { own = cut(sum); });
+}
+
 template <DType kType>
 void multiply(void* const* lanes) {
-  double a[16][16], b[16][8], c[16][8];
+  double a[16][16], b[16][8];
   for (int lane = 0; lane < kLanes; ++lane) {
     const auto& p = *static_cast<const Product*>(lanes[lane]);
     const int g = lane / 4, t = lane % 4;
@@ -75,19 +95,20 @@ void multiply(void* const* lanes) {
       for (int i = 0; i < 4; ++i) a[g + i % 2 * 8][2 * t + i / 2 * 8 + half] = decode<kType>(p.a[i] >> shift & 0xffff);
       for (int i = 0; i < 2; ++i) b[2 * t + 8 * i + half][g] = decode<kType>(p.b[i] >> shift & 0xffff);
     }
-    for (int i = 0; i < 4; ++i) c[g + i / 2 * 8][2 * t + i % 2] = p.c[i];
   }
-  for (int row = 0; row < 16; ++row) {
-    for (int k = 0; k < 16; ++k) {
-      for (int column = 0; column < 8; ++column) c[row][column] += a[row][k] * b[k][column];
-    }
-  }
+  accumulate(lanes, a, b);
+}
+
+inline void multiply_tf32(void* const* lanes) {
+  double a[16][8], b[8][8];
+  const auto upper_bits = [](uint32_t bits) { return __uint_as_float(bits & 0xffffe000u); };
   for (int lane = 0; lane < kLanes; ++lane) {
+    const auto& p = *static_cast<const Product*>(lanes[lane]);
     const int g = lane / 4, t = lane % 4;
-    for (int i = 0; i < 4; ++i) {
-      static_cast<const Product*>(lanes[lane])->c[i] = cut(c[g + i / 2 * 8][2 * t + i % 2]);
-    }
+    for (int i = 0; i < 4; ++i) a[g + i % 2 * 8][t + i / 2 * 4] = upper_bits(p.a[i]);
+    for (int i = 0; i < 2; ++i) b[t + 4 * i][g] = upper_bits(p.b[i]);
   }
+  accumulate(lanes, a, b);
 }
 
 }  // namespace emulated
@@ -147,6 +168,11 @@ template <DType kType>
 void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   emulated::Product mine{c, a, {b0, b1}};
   emulator::together("mma", emulated::multiply<kType>, &mine);
+}
+
+inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulated::Product mine{c, a, {b0, b1}};
+  emulator::together("mma.tf32", emulated::multiply_tf32, &mine);
 }
 
 template <DType kType>

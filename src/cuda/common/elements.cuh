@@ -151,6 +151,19 @@ __device__ __forceinline__ RawQuad gather_quad(const void* data, DType dtype, in
   return {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, 0, 0};
 }
 
+// Elements [first, first + 4) of a row of `width` that begins at `row`; zeros beyond the end. In the form of load_quad.
+__device__ __forceinline__ RawQuad load_part(const DeviceTensor& x, const char* row, int first, int width) {
+  RawQuad raw{};
+  if (first >= width) return raw;
+  const int64_t stride = x.strides[3];
+  if (x.quads) {
+    with_type(x.dtype, [&](auto type) { raw = load_quad<type.value>(row + byte_offset(type.value, first)); });
+  } else {
+    raw = gather_quad(row, x.dtype, first * stride, stride, width - first);
+  }
+  return raw;
+}
+
 __device__ __forceinline__ void scatter_quad(void* data, DType dtype, int64_t offset, int64_t stride, int count,
                                              const float* values) {
 #pragma unroll

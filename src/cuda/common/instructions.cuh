@@ -68,6 +68,19 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
   }
 }
 
+// c += a b of tf32 operands, m16n8k8: registers with fp32 numbers of which the unit reads the upper 19 bits (sign,
+// eight of exponent, ten of mantissa) and ignores the rest.
+//
+//     A [16 x 8]    a0: (g, t)    a1: (g + 8, t)    a2: (g, t + 4)    a3: (g + 8, t + 4)
+//     B [8 x 8]     b0: (t, g)    b1: (t + 4, g)
+//     C [16 x 8]    as above
+__device__ __forceinline__ void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // Two fp32 values rounded to a pair.
 template <DType kType>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <string>
 
 #include "cuda/common/error.h"
 #include "cuda/common/workspace.h"
@@ -12,17 +13,25 @@
 
 namespace fastweight::cuda {
 
-struct LaunchShape {
-  dim3 grid;
-  dim3 block;
-  size_t dynamic_shared_bytes = 0;
-};
-
 inline int device_attribute(cudaDeviceAttr name, int device) {
   int value = 0;
   check_cuda(cudaDeviceGetAttribute(&value, name, device), "cudaDeviceGetAttribute");
   return value;
 }
+
+// Why a kernel whose blocks take so much shared memory cannot run; empty when it can.
+inline std::string lacks_shared_memory(size_t bytes, int device) {
+  const auto most = static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  if (bytes <= most) return "";
+  return "needs " + std::to_string(bytes) + " bytes of shared memory in a block, the device has " +
+         std::to_string(most);
+}
+
+struct LaunchShape {
+  dim3 grid;
+  dim3 block;
+  size_t dynamic_shared_bytes = 0;
+};
 
 // A kernel may use 48 KB of dynamic shared memory unless it is allowed more, once per device. The call is idempotent,
 // so two threads that arrive together do no harm.

@@ -1,5 +1,6 @@
 // The chunk form on tensor cores, in two steps: the factors of every chunk, all chunks at once (chunk_factors.cu,
-// chunk_factors_channels.cu), then the scan over the chunks of each sequence (chunk_fwd.cu).
+// chunk_factors_channels.cu), then the scan over the chunks of each sequence (chunk_fwd.cu). This is the form with
+// 16-bit operands; chunk_fp32.cuh has the one with the accuracy of fp32.
 //
 // For one chunk with start state S (gamma_i the running sum of log decays, E = exp, rows i, j < L):
 //
@@ -78,6 +79,12 @@ __device__ __forceinline__ void copy_tile(const SharedTile<kColumns>& tile, cons
   }
 }
 
+// Dense numbers, in pieces of 16 bytes.
+__device__ __forceinline__ void copy_floats(float* destination, const float* source, int count) {
+  for (int at = threadIdx.x * 4; at < count; at += blockDim.x * 4)
+    copy_async(shared_address(destination + at), source + at, true);
+}
+
 // log2 of a decay. Below 2^-149 there is no positive float; the bound keeps sums of the logarithms small.
 __device__ __forceinline__ float log2_decay(const DeltaRuleDeviceProblem& problem, float x, float rate, float bias) {
   constexpr float kLog2E = 1.4426950408889634f;
@@ -126,8 +133,10 @@ __device__ __forceinline__ void store_lower(const float* rows, uint16_t* destina
   }
 }
 
-// One launch each over all (chunk, value head) pairs, and the shared memory that a block takes. The padded K is 64, 128
-// or 256.
+// What kernels are compiled for.
+inline int padded_k(int64_t K) { return K <= 64 ? 64 : K <= 128 ? 128 : 256; }
+
+// One launch each over all (chunk, value head) pairs, and the shared memory that a block takes.
 void launch_chunk_factors(const ChunkArgs& args, int padded_k, const Context& context);
 void launch_chunk_factors_channels(const ChunkArgs& args, int padded_k, const Context& context);
 size_t chunk_factors_bytes(int padded_k);

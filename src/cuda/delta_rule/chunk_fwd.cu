@@ -16,13 +16,14 @@
 #include "cuda/common/first_chunks.h"
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk.cuh"
+#include "cuda/delta_rule/chunk_scan.cuh"
 #include "cuda/delta_rule/implementations.h"
 #include "ops/workspace.h"
 
 namespace fastweight::cuda {
 namespace {
 
-constexpr int kMostWarps = kColumnsOfV / 16;
+constexpr int kMostWarps = kColumnsOfV / kColumnsOfWarp;
 constexpr int kRowTiles = kChunkRows / 8;  // C tiles along the tokens of a chunk
 
 // One chunk's operands. Per channel, reads and writes have keys of their own.
@@ -40,22 +41,8 @@ struct Stage {
   __device__ SharedTile<kK> write_keys() { return {kPerChannel ? keys + 2 * kChunkRows * kK : keys}; }
 };
 
-// The work of a block.
-struct Part {
-  int64_t sequence;
-  int head, key_head;
-  int column;           // the block's first
-  int64_t first_chunk;  // of the sequence, in the order of all chunks
-};
-
-// Dense numbers, in pieces of 16 bytes.
-__device__ __forceinline__ void copy_floats(float* destination, const float* source, int count) {
-  for (int at = threadIdx.x * 4; at < count; at += blockDim.x * 4)
-    copy_async(shared_address(destination + at), source + at, true);
-}
-
 template <int kK, bool kPerChannel>
-__device__ __forceinline__ void load_stage(const ChunkArgs& args, const Part& part, const SequenceSpan& span,
+__device__ __forceinline__ void load_stage(const ChunkArgs& args, const ScanPart& part, const SequenceSpan& span,
                                            int64_t position, Stage<kK, kPerChannel>& stage) {
   const DeltaRuleDeviceProblem& p = args.problem;
   const int64_t first = position * args.chunked.chunk_size;
@@ -80,27 +67,6 @@ __device__ __forceinline__ void load_stage(const ChunkArgs& args, const Part& pa
   copy_lower({stage.P}, args.factors.P + item * kChunkRows * kChunkRows);
   copy_floats(stage.token, args.factors.token + item * 4 * kChunkRows, 4 * kChunkRows);
   copy_floats(stage.total, args.factors.total + item * args.factors.total_width, args.factors.total_width);
-}
-
-// S^T as C tiles: rows are the warp's columns of V, columns the key channels. Moves it from or to a state in memory.
-template <int kK, class Access>
-__device__ __forceinline__ void for_each_element(const DeviceStates& states, int64_t base, int column, int K, int V,
-                                                 int lane, float (&S)[kK / 8][4], const Access& access) {
-#pragma unroll
-  for (int n = 0; n < kK / 8; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int v = column + lane / 4 + e / 2 * 8, k = 8 * n + 2 * (lane % 4) + e % 2;
-      if (v < V && k < K) access(base + k * states.k_stride + v * states.v_stride, S[n][e]);
-    }
-  }
-}
-
-template <int kK>
-__device__ __forceinline__ void store_state(const DeviceStates& states, int64_t base, int column, int K, int V,
-                                            int lane, float (&S)[kK / 8][4]) {
-  for_each_element<kK>(states, base, column, K, V, lane, S,
-                       [&](int64_t offset, float& value) { store_float(states.data, states.dtype, offset, value); });
 }
 
 // The columns of a C tile are tokens: its elements 0 and 2 belong to one, 1 and 3 to the next.
@@ -253,11 +219,11 @@ __device__ __forceinline__ void store_outputs(const ChunkArgs& args, const Share
 }
 
 template <DType kType, int kK, bool kPerChannel>
-__device__ __forceinline__ void run_part(const ChunkArgs& args, const Part& part, int stages, uint16_t* output_tiles,
-                                         Stage<kK, kPerChannel>* stage) {
+__device__ __forceinline__ void run_part(const ChunkArgs& args, const ScanPart& part, int stages,
+                                         uint16_t* output_tiles, Stage<kK, kPerChannel>* stage) {
   const DeltaRuleDeviceProblem& p = args.problem;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int K = p.head_dim_k, V = p.head_dim_v, column = part.column + 16 * warp;
+  const int K = p.head_dim_k, V = p.head_dim_v, column = part.column + kColumnsOfWarp * warp;
   const SequenceSpan span = sequence_at(p.sequences, part.sequence);
   const int64_t C = args.chunked.chunk_size;
   // Offsets out of order may claim more chunks than there is scratch memory for.
@@ -267,10 +233,7 @@ __device__ __forceinline__ void run_part(const ChunkArgs& args, const Part& part
 
   float S[kK / 8][4] = {};
   if (args.initial_state.present()) {
-    const DeviceStates& states = args.initial_state;
-    const int64_t base = part.sequence * states.outer_strides[0] + part.head * states.outer_strides[1];
-    for_each_element<kK>(states, base, column, K, V, lane, S,
-                         [&](int64_t offset, float& value) { value = load_float(states.data, states.dtype, offset); });
+    load_state<kK>(args.initial_state, state_offset(args.initial_state, part), column, K, V, lane, S);
   }
   const auto output_tile = [&](int64_t c) {
     return SharedTile<kColumnsOfV>{output_tiles + c % 2 * kChunkRows * kColumnsOfV};
@@ -309,28 +272,18 @@ __device__ __forceinline__ void run_part(const ChunkArgs& args, const Part& part
     store_chunk(chunks - 1);
   }
   if (args.final_state.present()) {
-    const DeviceStates& states = args.final_state;
-    store_state<kK>(states, part.sequence * states.outer_strides[0] + part.head * states.outer_strides[1], column, K, V,
-                    lane, S);
+    store_state<kK>(args.final_state, state_offset(args.final_state, part), column, K, V, lane, S);
   }
 }
 
-// The grid runs over (sequence, value head, range of columns), the last fastest; a smaller grid goes round.
+// A block per part; a smaller grid goes round.
 template <DType kType, int kK, bool kPerChannel>
 __global__ void __launch_bounds__(kMostWarps* kWarpSize)
     scan_kernel(const __grid_constant__ ChunkArgs args, int stages, int ranges, int64_t parts) {
   auto* tiles = &dynamic_shared<uint16_t>();
   auto* stage = reinterpret_cast<Stage<kK, kPerChannel>*>(tiles + 2 * kChunkRows * kColumnsOfV);
   for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
-    Part part;
-    const int64_t row = at / ranges;
-    part.column = static_cast<int>(at - row * ranges) * static_cast<int>(blockDim.x) / 2;
-    part.sequence = row / args.problem.num_value_heads;
-    part.head = static_cast<int>(row - part.sequence * args.problem.num_value_heads);
-    part.key_head = part.head / args.problem.group;
-    part.first_chunk = args.chunked.first_chunk == nullptr
-                           ? part.sequence * chunks_of(args.problem.sequences.tokens, args.chunked.chunk_size)
-                           : args.chunked.first_chunk[part.sequence];
+    const ScanPart part = scan_part_at(args.problem, args.chunked, at, ranges);
     run_part<kType, kK, kPerChannel>(args, part, stages, tiles, stage);
     __syncthreads();  // before the next part's first copies
   }
@@ -360,8 +313,6 @@ void launch_scan(const ChunkArgs& args, const Context& context) {
       "delta_rule chunk", context, {blocks, static_cast<unsigned>(columns * 2), scan_bytes<kK, kPerChannel>(stages)},
       args, stages, ranges, rows * ranges);
 }
-
-int padded_k(int64_t K) { return K <= 64 ? 64 : K <= 128 ? 128 : 256; }
 
 // What a block of either kernel needs at least.
 size_t shared_bytes(const DeltaRuleForwardProblem& problem) {
@@ -399,24 +350,18 @@ Scratch take_scratch(Carver& carver, const DeltaRuleForwardProblem& problem, int
 
 }  // namespace
 
-std::string declines_chunk_forward(const DeltaRuleForwardProblem& problem) {
+bool takes_16_bit_operands(const DeltaRuleForwardProblem& problem) {
   const DeltaRuleInputs& in = problem.args.in;
   const DType dtype = in.q.dtype;
-  if (problem.has_fp64) return "computes in fp32; fp64 tensors run on the CPU's reference";
-  if (dtype != DType::kBF16 && dtype != DType::kF16) return "q, k and v must be bf16 or fp16";
-  if (in.k.dtype != dtype || in.v.dtype != dtype || problem.args.o.dtype != dtype) {
-    return "q, k, v and o must have one type";
-  }
-  if (in.beta.rank == 4) return "beta per value channel runs token by token";
-  const auto most = static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, in.q.device.index));
-  if (shared_bytes(problem) > most) {
-    return "needs " + std::to_string(shared_bytes(problem)) + " bytes of shared memory in a block, the device has " +
-           std::to_string(most);
-  }
-  return "";
+  if (dtype != DType::kBF16 && dtype != DType::kF16) return false;
+  return in.k.dtype == dtype && in.v.dtype == dtype && problem.args.o.dtype == dtype && in.beta.rank != 4;
 }
 
-void chunk_forward(const DeltaRuleForwardProblem& problem, const Context& context) {
+std::string declines_chunk_forward_16(const DeltaRuleForwardProblem& problem) {
+  return lacks_shared_memory(shared_bytes(problem), problem.args.in.q.device.index);
+}
+
+void chunk_forward_16(const DeltaRuleForwardProblem& problem, const Context& context) {
   const DeltaRuleForward& forward = problem.args;
   const bool v_first = forward.options.state_v_first;
   ChunkArgs args;

@@ -8,8 +8,14 @@
 
 namespace fastweight::cuda {
 
-void chunk_forward(const DeltaRuleForwardProblem& problem, const Context& context);
-std::string declines_chunk_forward(const DeltaRuleForwardProblem& problem);
+// `chunk` has two forms: 16-bit operands where q, k, v and o all have one 16-bit type and beta is a number per token,
+// fp32 for everything else.
+bool takes_16_bit_operands(const DeltaRuleForwardProblem& problem);
+void chunk_forward_16(const DeltaRuleForwardProblem& problem, const Context& context);
+std::string declines_chunk_forward_16(const DeltaRuleForwardProblem& problem);
+void chunk_forward_fp32(const DeltaRuleForwardProblem& problem, const Context& context);
+std::string declines_chunk_forward_fp32(const DeltaRuleForwardProblem& problem);
+
 void recurrent_forward(const DeltaRuleForwardProblem& problem, const Context& context);
 void recurrent_step(const DeltaRuleStepProblem& problem, const Context& context);
 

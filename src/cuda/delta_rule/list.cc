@@ -1,10 +1,22 @@
 #include "cuda/delta_rule/list.h"
 
+#include <string>
+
 #include "cuda/declines.h"
 #include "cuda/delta_rule/implementations.h"
 
 namespace fastweight::cuda {
 namespace {
+
+std::string declines_chunk_forward(const DeltaRuleForwardProblem& problem) {
+  const std::string reason = no_fp64(problem);
+  if (!reason.empty()) return reason;
+  return takes_16_bit_operands(problem) ? declines_chunk_forward_16(problem) : declines_chunk_forward_fp32(problem);
+}
+
+void chunk_forward(const DeltaRuleForwardProblem& problem, const Context& context) {
+  takes_16_bit_operands(problem) ? chunk_forward_16(problem, context) : chunk_forward_fp32(problem, context);
+}
 
 constexpr Implementation<DeltaRuleForwardProblem> kForward[] = {
     {"chunk", declines_chunk_forward, always, chunk_forward},

@@ -204,18 +204,6 @@ struct RawToken {
   RawQuad v, beta;
 };
 
-// Four elements of a row that has `width`.
-__device__ __forceinline__ RawQuad load_part(const DeviceTensor& x, const char* row, int first, int width) {
-  RawQuad raw{};
-  if (first >= width) return raw;
-  if (x.quads) {
-    with_type(x.dtype, [&](auto type) { raw = load_quad<type.value>(row + byte_offset(type.value, first)); });
-  } else {
-    raw = gather_quad(row, x.dtype, first * x.strides[3], x.strides[3], width - first);
-  }
-  return raw;
-}
-
 template <int kKeyLanes>
 __device__ __forceinline__ void load_token(const DeltaRuleDeviceProblem& p, const Part& part, const Rows& rows,
                                            RawToken& raw) {

@@ -14,13 +14,7 @@ std::string declines_chunk_forward(const TttLinearForwardProblem& problem) {
   size_t bytes = 0;
   with_shape(problem.sizes.head_dim, problem.args.options.mini_batch,
              [&]<int kD, int kC>() { bytes = shared_bytes<kD, kC>(kFewestStages); });
-  const auto most =
-      static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, problem.args.in.q.device.index));
-  if (bytes > most) {
-    return "needs " + std::to_string(bytes) + " bytes of shared memory in a block, the device has " +
-           std::to_string(most);
-  }
-  return "";
+  return lacks_shared_memory(bytes, problem.args.in.q.device.index);
 }
 
 void chunk_forward(const TttLinearForwardProblem& problem, const Context& context) {
