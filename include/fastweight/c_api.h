@@ -68,6 +68,7 @@ typedef struct fw_context {
   const char* implementation;                /* run this one or fail; null or empty: choose */
   void (*log)(void* user, const char* line); /* receives the verbose lines; null: stderr */
   void* log_user;
+  int32_t trust_pointers; /* CUDA: the tensors are known to lie where they say, do not ask the driver */
 } fw_context;
 
 typedef struct fw_delta_rule_options {

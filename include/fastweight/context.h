@@ -28,6 +28,9 @@ struct Context {
   bool verbose = false;                                 // one line per call: what ran, why others did not
   void (*log)(void* user, const char* line) = nullptr;  // receives the verbose lines; null: stderr
   void* log_user = nullptr;
+  // CUDA: the caller vouches that every tensor lies where its view says. Otherwise the driver is asked about each of
+  // them, which takes a few tenths of a microsecond; with a wrong promise a kernel runs into an illegal access.
+  bool trust_pointers = false;
 };
 
 }  // namespace fastweight

@@ -40,6 +40,7 @@ Context to_context(const fw_context* pointer) {
   context.verbose = from.verbose != 0;
   context.log = from.log;
   context.log_user = from.log_user;
+  context.trust_pointers = from.trust_pointers != 0;
   return context;
 }
 

@@ -10,7 +10,7 @@ namespace fastweight::cuda {
 bool is_built() { return false; }
 std::vector<CudaDeviceInfo> devices() { return {}; }
 std::vector<std::string> architectures() { return {}; }
-void check_arguments(Device, std::span<const check::Argument>) {}
+void check_arguments(const Context&, std::span<const check::Argument>) {}
 DeviceScope::DeviceScope(Device) {}
 DeviceScope::~DeviceScope() = default;
 

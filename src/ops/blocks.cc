@@ -432,7 +432,7 @@ std::string run(const char* entry, const Context& context, const Args& args) {
   BlockProblem<Args> problem;
   problem.sizes = check_block(args);
   check::memory(arguments);
-  if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context.device, arguments);
+  if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context, arguments);
   problem.has_fp64 = check::any_fp64(arguments);
   problem.args = args;
   unify(problem.args, problem.sizes);

@@ -390,7 +390,7 @@ DeltaRuleProblem<Args> make_problem(const Context& context, const Args& args, co
   check_rest(args, problem.sizes);
   check_gradients(transition);
   check::memory(arguments);
-  if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context.device, arguments);
+  if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context, arguments);
 
   work = has_work(args, arguments);
   problem.has_fp64 = check::any_fp64(arguments);

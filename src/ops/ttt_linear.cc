@@ -310,7 +310,7 @@ TttLinearProblem<Args> make_problem(const Context& context, const Args& args) {
   problem.sizes = check_inputs(args.in);
   check_rest(args, problem.sizes);
   check::memory(arguments);
-  if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context.device, arguments);
+  if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context, arguments);
 
   problem.has_fp64 = check::any_fp64(arguments);
   problem.args = args;

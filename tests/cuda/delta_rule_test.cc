@@ -401,6 +401,25 @@ TEST(CudaErrors, DevicesAndPointers) {
   expect_refused(args, elsewhere, ErrorCode::kInvalidArgument, "device: expected cuda:0");
 }
 
+// The driver is not asked about pointers then; all else is checked as before.
+TEST(CudaErrors, TrustedPointers) {
+  DeltaRuleCase problem = draw(with_lengths(spec_of(Gate::kPerHead, 0, 32, 16), {5, 4}), 13);
+  ForwardOnDevice call(problem);
+  Context context = context_for("");
+  delta_rule_forward(context, call.args);
+  const DeltaRuleResults expected = call.results(9, 2);
+  call.poison();
+  context.trust_pointers = true;
+  delta_rule_forward(context, call.args);
+  expect_same_bits(call.results(9, 2), expected, "trusted");
+
+  DeltaRuleForward args = call.args;
+  args.in.k = problem.k.view();
+  expect_refused(args, context, ErrorCode::kInvalidArgument, "k: expected memory on cuda:0, got cpu:0");
+  args.in.k = {};
+  expect_refused(args, context, ErrorCode::kInvalidArgument, "k: expected a tensor, got none");
+}
+
 TEST(CudaErrors, WhatIsNotThere) {
   const DeltaRuleCase problem = draw(with_lengths(spec_of(Gate::kPerHead, 0, 32, 16), {5, 4}), 14);
   const ForwardOnDevice call(problem);
