@@ -12,7 +12,7 @@
 //
 // A chunk has options.chunk_size tokens and stands in tiles of 64 rows; rows beyond its tokens are neutral: q = k = v =
 // beta = 0 and decay 1, so A and P are 0 and T is the identity there. The rounding to 16 bits is that of the operands
-// of products: q, k, v, T, P, N, beta (v - ..) and S. Decays, A, the substitution and all sums are fp32.
+// of products: q, k, v, T, P, N, beta (v - ..) and S. Decays, A, its inversion and all sums are fp32.
 #pragma once
 
 #include "cuda/common/elements.cuh"
@@ -116,14 +116,14 @@ __device__ __forceinline__ void row_norms(const SharedTile<kColumns>& tile, bool
   if (part == 0) rstd[row] = wanted ? 1.0f / sqrtf(sum + kL2NormEps) : 1.0f;
 }
 
-inline constexpr int kPitchOfA = kPitchOfLower<kChunkRows>;
+inline constexpr int kPitchOfA = kPitchOfA64, kPitchOfT = kPitchOfT64;
 
-// fp32 rows of a lower triangular matrix to dense 16-bit rows in global memory.
+// T to dense 16-bit rows in global memory.
 template <DType kType>
-__device__ __forceinline__ void store_lower(const float* rows, uint16_t* destination) {
+__device__ __forceinline__ void store_lower(const float* T, uint16_t* destination) {
   for (int at = threadIdx.x; at < kChunkRows * kChunkRows / 8; at += blockDim.x) {
     if (above_diagonal(at / 8, at % 8)) continue;
-    const float* x = rows + at * 8;
+    const float* x = T + at / 8 * kPitchOfT + at % 8 * 8;
     uint4 words;
     words.x = pack<kType>(x[0], x[1]);
     words.y = pack<kType>(x[2], x[3]);

@@ -1,8 +1,7 @@
 // The factors of the chunk form with no decay or one per head. See chunk.cuh for the equations.
 //
 // One block of four warps per (chunk, value head). q and k stay as they are: their norms and the decays go into A, P
-// and four numbers per token. Each warp makes 16 rows of A and P, only the blocks on and below the diagonal, and
-// inverts 16 columns.
+// and four numbers per token. Each warp makes 16 rows of A and P, only the blocks on and below the diagonal.
 #include <algorithm>
 
 #include "cuda/common/launch.h"
@@ -20,7 +19,7 @@ struct Shared {
       alignas(128) uint16_t k[kChunkRows * kK];
       alignas(128) uint16_t q[kChunkRows * kK];
     };
-    alignas(16) float T[kChunkRows * kChunkRows];  // once A and P are made
+    alignas(16) float T[kChunkRows * kPitchOfT];  // once A and P are made
   };
   alignas(16) float A[kChunkRows * kPitchOfA];
   float gamma[kChunkRows];  // log2, running sums
@@ -155,7 +154,7 @@ __global__ void __launch_bounds__(kThreads) factors_kernel(const __grid_constant
     make_A<kType>(s, warp, lane);
     make_P<kType>(s, p.scale, 3 - warp, lane, args.factors.P + item * kChunkRows * kChunkRows);
     __syncthreads();
-    solve_unit_lower<kChunkRows>(s.A, s.T, warp, lane);
+    invert_unit_lower(s.A, s.T, warp, lane);
     __syncthreads();
     store_lower<kType>(s.T, args.factors.T + item * kChunkRows * kChunkRows);
     store_token_factors(s, p.scale, args.factors.token + item * 4 * kChunkRows,

@@ -32,7 +32,7 @@ struct Shared {
   alignas(128) Tile falling;
   union {
     alignas(16) float decay[kChunkRows * kK];
-    alignas(16) float T[kChunkRows * kChunkRows];  // once A is complete
+    alignas(16) float T[kChunkRows * kPitchOfT];  // once A is complete
   };
   alignas(16) float block_decay[kBlocks * kK];
   alignas(16) float A[kChunkRows * kPitchOfA];
@@ -360,7 +360,7 @@ __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
       store_rest(s.beta, threadIdx.x - 6 * kWarpSize, P, args.factors.token + item * 4 * kChunkRows);
     }
     __syncthreads();
-    if (warp < 4) solve_unit_lower<kChunkRows>(s.A, s.T, warp, lane);
+    invert_unit_lower(s.A, s.T, warp, lane);
     __syncthreads();
     store_lower<kType>(s.T, args.factors.T + item * kChunkRows * kChunkRows);
     __syncthreads();  // before the next item overwrites the tiles
