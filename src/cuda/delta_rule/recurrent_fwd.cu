@@ -6,18 +6,19 @@
 //
 // q and k are used as they lie in memory; their l2 norms enter as factors of the sums.
 //
-// A warp owns all K key channels of 4 * kColumnLanes value columns of one head of one sequence, from its first to its
-// last token, and shares nothing with other warps: its bits do not depend on them. Lane (column_lane, key_lane) holds 8
-// key channels, as two quads 4 * kKeyLanes apart, of 4 columns:
+// A block owns all K key channels of 32 value columns of one head of one sequence, from its first to its last token,
+// and shares nothing with other blocks: its bits do not depend on them. Its warps divide the channels. Lane (key_lane,
+// column_lane) holds 8 key channels, as two quads, of 4 columns; with the place x = 4 * warp + key_lane of kPlaces,
 //
-//     key channel (i / 4) * 4 * kKeyLanes + 4 * key_lane + i % 4,  i = 0 .. 7
-//     column      first + 4 * column_lane + j,                     j = 0 .. 3
+//     key channel (i / 4) * 4 * kPlaces + 4 x + i % 4,  i = 0 .. 7
+//     column      first + 4 * column_lane + j,          j = 0 .. 3
 //
-// so that K-first and V-first states are both read in whole sectors of 32 bytes, one 16-byte access per lane and row.
-// Sums over key channels are 8 terms in a lane in order of i, then the fixed tree over the key lanes. kKeyLanes is 8,
-// 16 or 32 for K up to 64, 128 or 256: it depends on K alone.
+// so that a warp reads a K-first state in rows of 128 bytes, a V-first one in pieces of 64, 16 bytes per lane. Sums
+// over key channels are 8 terms in a lane in order of i, then over the key lanes of a warp, then over the warps in
+// order. kPlaces is 8, 16 or 32 for K up to 64, 128 or 256: it depends on K alone.
 //
-// No shared memory, no synchronisation. The rows of the next token are loaded while the current one is computed.
+// One barrier per token, at which the warps exchange their sums. The rows of the next token are loaded while the
+// current one is computed.
 #include <algorithm>
 
 #include "cuda/common/elements.cuh"
@@ -32,9 +33,10 @@
 namespace fastweight::cuda {
 namespace {
 
-constexpr int kMostWarps = 4;  // per block
-constexpr int kKeys = 8;       // per lane
-constexpr int kColumns = 4;    // per lane
+constexpr int kKeys = 8;     // per lane
+constexpr int kColumns = 4;  // per lane
+constexpr int kColumnLanes = 8, kKeyLanes = kWarpSize / kColumnLanes;
+constexpr int kColumnsOfBlock = kColumns * kColumnLanes;
 
 struct RecurrentArgs {
   DeltaRuleDeviceProblem problem;
@@ -51,18 +53,18 @@ struct RecurrentArgs {
   ChunkedSequences chunked;
 };
 
-// Which part of the problem a warp has. `column` is the lane's first.
+// Which part of the problem a block has. `column` is the lane's first.
 struct Part {
   int64_t sequence;
   int head;
   int column;
-  int key_lane;
+  int place;
 };
 
 // The lane's quads of key channels begin here.
-template <int kKeyLanes>
+template <int kPlaces>
 __device__ __forceinline__ int key_of(const Part& part, int quad) {
-  return quad * 4 * kKeyLanes + 4 * part.key_lane;
+  return quad * 4 * kPlaces + 4 * part.place;
 }
 
 // The lane's share of S.
@@ -71,13 +73,13 @@ struct StateTile {
 };
 
 // States whose quads lie together along K (kAlongK) or along V.
-template <int kKeyLanes, DType kType, bool kAlongK>
+template <int kPlaces, DType kType, bool kAlongK>
 __device__ __forceinline__ void load_state_quads(const DeviceStates& states, int64_t offset, const Part& part, int K,
                                                  int V, StateTile& S) {
   RawQuad raw[kKeys];
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
-    const int key = key_of<kKeyLanes>(part, i / 4) + (kAlongK ? 0 : i % 4);
+    const int key = key_of<kPlaces>(part, i / 4) + (kAlongK ? 0 : i % 4);
     const int column = part.column + (kAlongK ? i % 4 : 0);
     raw[i] = {};
     if (key < K && column < V) {
@@ -94,12 +96,12 @@ __device__ __forceinline__ void load_state_quads(const DeviceStates& states, int
   }
 }
 
-template <int kKeyLanes, DType kType, bool kAlongK>
+template <int kPlaces, DType kType, bool kAlongK>
 __device__ __forceinline__ void store_state_quads(const DeviceStates& states, int64_t offset, const Part& part, int K,
                                                   int V, const StateTile& S) {
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
-    const int key = key_of<kKeyLanes>(part, i / 4) + (kAlongK ? 0 : i % 4);
+    const int key = key_of<kPlaces>(part, i / 4) + (kAlongK ? 0 : i % 4);
     const int column = part.column + (kAlongK ? i % 4 : 0);
     float values[4];
 #pragma unroll
@@ -125,16 +127,16 @@ __device__ __forceinline__ void with_layout(const DeviceStates& states, const Qu
   }
 }
 
-template <int kKeyLanes>
+template <int kPlaces>
 __device__ __forceinline__ void load_state(const DeviceStates& states, int64_t offset, const Part& part, int K, int V,
                                            StateTile& S) {
   const auto quads = [&](auto type, auto along_k) {
-    load_state_quads<kKeyLanes, type.value, along_k.value>(states, offset, part, K, V, S);
+    load_state_quads<kPlaces, type.value, along_k.value>(states, offset, part, K, V, S);
   };
   with_layout(states, quads, [&] {
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
-      const int key = key_of<kKeyLanes>(part, i / 4) + i % 4;
+      const int key = key_of<kPlaces>(part, i / 4) + i % 4;
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         const int column = part.column + j;
@@ -146,16 +148,16 @@ __device__ __forceinline__ void load_state(const DeviceStates& states, int64_t o
   });
 }
 
-template <int kKeyLanes>
+template <int kPlaces>
 __device__ __forceinline__ void store_state(const DeviceStates& states, int64_t offset, const Part& part, int K, int V,
                                             const StateTile& S) {
   const auto quads = [&](auto type, auto along_k) {
-    store_state_quads<kKeyLanes, type.value, along_k.value>(states, offset, part, K, V, S);
+    store_state_quads<kPlaces, type.value, along_k.value>(states, offset, part, K, V, S);
   };
   with_layout(states, quads, [&] {
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
-      const int key = key_of<kKeyLanes>(part, i / 4) + i % 4;
+      const int key = key_of<kPlaces>(part, i / 4) + i % 4;
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         const int column = part.column + j;
@@ -204,7 +206,7 @@ struct RawToken {
   RawQuad v, beta;
 };
 
-template <int kKeyLanes>
+template <int kPlaces>
 __device__ __forceinline__ void load_token(const DeltaRuleDeviceProblem& p, const Part& part, const Rows& rows,
                                            RawToken& raw) {
   const int K = p.head_dim_k, V = p.head_dim_v;
@@ -212,7 +214,7 @@ __device__ __forceinline__ void load_token(const DeltaRuleDeviceProblem& p, cons
     with_type(p.q.dtype, [&](auto type) {
 #pragma unroll
       for (int quad = 0; quad < kKeys / 4; ++quad) {
-        const int key = key_of<kKeyLanes>(part, quad);
+        const int key = key_of<kPlaces>(part, quad);
         raw.q[quad] = raw.k[quad] = {};
         if (key < K) {
           raw.k[quad] = load_quad<type.value>(rows.k + byte_offset(type.value, key));
@@ -225,7 +227,7 @@ __device__ __forceinline__ void load_token(const DeltaRuleDeviceProblem& p, cons
   } else {
 #pragma unroll
     for (int quad = 0; quad < kKeys / 4; ++quad) {
-      const int key = key_of<kKeyLanes>(part, quad);
+      const int key = key_of<kPlaces>(part, quad);
       raw.k[quad] = load_part(p.k, rows.k, key, K);
       raw.q[quad] = load_part(p.q, rows.q, key, K);
     }
@@ -240,7 +242,7 @@ __device__ __forceinline__ void load_token(const DeltaRuleDeviceProblem& p, cons
     raw.g[0].words[0] = load_bits(rows.g, p.g.dtype);
   } else if (p.gate == Gate::kPerChannel) {
 #pragma unroll
-    for (int quad = 0; quad < kKeys / 4; ++quad) raw.g[quad] = load_part(p.g, rows.g, key_of<kKeyLanes>(part, quad), K);
+    for (int quad = 0; quad < kKeys / 4; ++quad) raw.g[quad] = load_part(p.g, rows.g, key_of<kPlaces>(part, quad), K);
   }
 }
 
@@ -250,7 +252,7 @@ struct GateParameters {
   float bias[kKeys];  // a gate per head uses the first
 };
 
-template <int kKeyLanes>
+template <int kPlaces>
 __device__ __forceinline__ GateParameters load_gate_parameters(const DeltaRuleDeviceProblem& p, const Part& part) {
   GateParameters parameters{1.0f, {}};
   if (!p.gate_in_kernel) return parameters;
@@ -261,7 +263,7 @@ __device__ __forceinline__ GateParameters load_gate_parameters(const DeltaRuleDe
   }
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
-    const int key = key_of<kKeyLanes>(part, i / 4) + i % 4;
+    const int key = key_of<kPlaces>(part, i / 4) + i % 4;
     if (key < p.head_dim_k) parameters.bias[i] = gate_bias(p, part.head, key);
   }
   return parameters;
@@ -319,11 +321,49 @@ __device__ __forceinline__ void decode_token(const DeltaRuleDeviceProblem& p, co
   decode_decay(p, parameters, raw.g, token.decay);
 }
 
+// What the warps exchange at the barrier of a token. Two of them in turn: nobody is further ahead than one barrier.
+template <int kPlaces>
+struct Exchange {
+  static constexpr int kWarps = kPlaces / kKeyLanes;
+
+  float4 a[kWarps][kColumnLanes], b[kWarps][kColumnLanes];  // of four columns
+  float qk[kWarps], qq[kWarps], kk[kWarps];
+};
+
+__device__ __forceinline__ float sum_over_key_lanes(float x) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance >= kColumnLanes; distance /= 2) {
+    x += __shfl_xor_sync(kAllLanes, x, distance);
+  }
+  return x;
+}
+
+template <int kWarps>
+__device__ __forceinline__ float sum_over_warps(const float (&x)[kWarps]) {
+  float sum = x[0];
+#pragma unroll
+  for (int warp = 1; warp < kWarps; ++warp) sum += x[warp];
+  return sum;
+}
+
+template <int kWarps>
+__device__ __forceinline__ void sum_over_warps(const float4 (&x)[kWarps][kColumnLanes], int column_lane,
+                                               float (&sum)[kColumns]) {
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    const float4 part = x[warp][column_lane];
+    sum[0] = warp == 0 ? part.x : sum[0] + part.x;
+    sum[1] = warp == 0 ? part.y : sum[1] + part.y;
+    sum[2] = warp == 0 ? part.z : sum[2] + part.z;
+    sum[3] = warp == 0 ? part.w : sum[3] + part.w;
+  }
+}
+
 // S becomes the state after the token, `o` the lane's columns of the output.
-template <int kKeyLanes>
-__device__ __forceinline__ void advance(const DeltaRuleDeviceProblem& p, const Token& token, StateTile& S,
-                                        float (&o)[kColumns]) {
-  // Sums over the lane's key channels, then over the key lanes.
+template <int kPlaces>
+__device__ __forceinline__ void advance(const DeltaRuleDeviceProblem& p, const Token& token,
+                                        Exchange<kPlaces>& exchange, StateTile& S, float (&o)[kColumns]) {
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, column_lane = lane % kColumnLanes;
   float a[kColumns] = {}, b[kColumns] = {}, qk = 0.0f;
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
@@ -335,7 +375,17 @@ __device__ __forceinline__ void advance(const DeltaRuleDeviceProblem& p, const T
     }
     qk = fmaf(token.q[i], token.k[i], qk);
   }
-  float q_norm = 1.0f, k_norm = 1.0f;
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) {
+    a[j] = sum_over_key_lanes(a[j]);
+    b[j] = sum_over_key_lanes(b[j]);
+  }
+  qk = sum_over_key_lanes(qk);
+  if (lane < kColumnLanes) {
+    exchange.a[warp][lane] = make_float4(a[0], a[1], a[2], a[3]);
+    exchange.b[warp][lane] = make_float4(b[0], b[1], b[2], b[3]);
+  }
+  if (lane == 0) exchange.qk[warp] = qk;
   if (p.qk_l2norm) {
     float qq = 0.0f, kk = 0.0f;
 #pragma unroll
@@ -343,14 +393,21 @@ __device__ __forceinline__ void advance(const DeltaRuleDeviceProblem& p, const T
       qq = fmaf(token.q[i], token.q[i], qq);
       kk = fmaf(token.k[i], token.k[i], kk);
     }
-    q_norm = 1.0f / sqrtf(sum_over_lanes<kKeyLanes>(qq) + kL2NormEps);
-    k_norm = 1.0f / sqrtf(sum_over_lanes<kKeyLanes>(kk) + kL2NormEps);
+    qq = sum_over_key_lanes(qq);
+    kk = sum_over_key_lanes(kk);
+    if (lane == 0) {
+      exchange.qq[warp] = qq;
+      exchange.kk[warp] = kk;
+    }
   }
-  qk = sum_over_lanes<kKeyLanes>(qk);
-#pragma unroll
-  for (int j = 0; j < kColumns; ++j) {
-    a[j] = sum_over_lanes<kKeyLanes>(a[j]);
-    b[j] = sum_over_lanes<kKeyLanes>(b[j]);
+  __syncthreads();
+  sum_over_warps(exchange.a, column_lane, a);
+  sum_over_warps(exchange.b, column_lane, b);
+  qk = sum_over_warps(exchange.qk);
+  float q_norm = 1.0f, k_norm = 1.0f;
+  if (p.qk_l2norm) {
+    q_norm = 1.0f / sqrtf(sum_over_warps(exchange.qq) + kL2NormEps);
+    k_norm = 1.0f / sqrtf(sum_over_warps(exchange.kk) + kL2NormEps);
   }
 
   float u[kColumns];
@@ -370,7 +427,7 @@ __device__ __forceinline__ void advance(const DeltaRuleDeviceProblem& p, const T
 __device__ __forceinline__ void store_output(const RecurrentArgs& args, const Part& part, char* row,
                                              const float (&o)[kColumns]) {
   const int V = args.problem.head_dim_v;
-  if (part.key_lane != 0 || part.column >= V) return;
+  if (part.place != 0 || part.column >= V) return;
   if (args.o.quads) {
     with_type(args.o.dtype, [&](auto type) { store_quad<type.value>(row + byte_offset(type.value, part.column), o); });
   } else {
@@ -409,13 +466,15 @@ __device__ __forceinline__ StatePlace chunk_place(const RecurrentArgs& args, con
   return {states, batch * strides[0] + chunk * strides[1] + part.head * strides[2], chunk < args.num_chunks};
 }
 
-// All tokens of one sequence for the warp's columns. The state is written in one place of the code, which its compile
-// time asks for.
-template <int kKeyLanes>
-__device__ __forceinline__ void run_part(const RecurrentArgs& args, const Part& part) {
+// All tokens of one sequence for the block's columns. The state is written in one place of the code, which its compile
+// time asks for. With one token per sequence, which the host can see (kOne), nothing is read ahead. `turn` counts
+// tokens.
+template <int kPlaces, bool kOne>
+__device__ __forceinline__ void run_part(const RecurrentArgs& args, const Part& part, Exchange<kPlaces> (&exchange)[2],
+                                         int& turn) {
   const DeltaRuleDeviceProblem& p = args.problem;
   const int K = p.head_dim_k, V = p.head_dim_v;
-  const SequenceSpan span = sequence_at(p.sequences, part.sequence);
+  const SequenceSpan span = kOne ? SequenceSpan{part.sequence, 0, 1} : sequence_at(p.sequences, part.sequence);
   const int64_t slot = slot_of(args, part.sequence);
   Rows rows = rows_at(args, part, span);
   const int64_t o_step = byte_offset(args.o.dtype, args.o.strides[1]);
@@ -427,65 +486,71 @@ __device__ __forceinline__ void run_part(const RecurrentArgs& args, const Part& 
   if (args.in_place && span.length == 0) return;
 
   RawToken raw{};
-  if (span.length > 0) load_token<kKeyLanes>(p, part, rows, raw);
+  if (span.length > 0) load_token<kPlaces>(p, part, rows, raw);
   StateTile S{};
   if (args.initial_state.present()) {
     const int64_t* strides = args.initial_state.outer_strides;
-    load_state<kKeyLanes>(args.initial_state, slot * strides[0] + part.head * strides[1], part, K, V, S);
+    load_state<kPlaces>(args.initial_state, slot * strides[0] + part.head * strides[1], part, K, V, S);
   }
-  const GateParameters parameters = load_gate_parameters<kKeyLanes>(p, part);
+  const GateParameters parameters = load_gate_parameters<kPlaces>(p, part);
 
   for (int64_t t = 0;; ++t, rows.o += o_step) {
     const bool last = t == span.length;
-    if (last || (args.chunk_states.present() && t % args.chunked.chunk_size == 0)) {
+    if (last || (!kOne && args.chunk_states.present() && t % args.chunked.chunk_size == 0)) {
       const StatePlace place = last ? final_place(args, part, slot) : chunk_place(args, part, span.batch, t);
-      if (place.exists) store_state<kKeyLanes>(place.states, place.offset, part, K, V, S);
+      if (place.exists) store_state<kPlaces>(place.states, place.offset, part, K, V, S);
     }
     if (last) return;
     Token token;
     decode_token(p, parameters, raw, token);
-    if (t + 1 < span.length) {
+    if (!kOne && t + 1 < span.length) {
       next_inputs(p, rows);
-      load_token<kKeyLanes>(p, part, rows, raw);
+      load_token<kPlaces>(p, part, rows, raw);
     }
     float o[kColumns];
-    advance<kKeyLanes>(p, token, S, o);
+    advance<kPlaces>(p, token, exchange[turn++ % 2], S, o);
     store_output(args, part, rows.o, o);
   }
 }
 
-template <int kKeyLanes>
-constexpr int kColumnsPerWarp = kColumns* kWarpSize / kKeyLanes;
+template <int kPlaces>
+inline constexpr int kThreads = kPlaces* kColumnLanes;
 
-// Blocks (x, head, sequence), warp and x count the column groups: neighbours in time read neighbours in memory. A grid
-// with fewer heads or sequences than there are goes round.
-template <int kKeyLanes>
-__global__ void __launch_bounds__(kMostWarps* kWarpSize, 4)
+// What is known of one token needs 128 registers, for 16 warps on a multiprocessor; reading ahead needs more.
+template <int kPlaces, bool kOne>
+inline constexpr int kBlocks = kOne || kPlaces == 32 ? 512 / kThreads<kPlaces> : 384 / kThreads<kPlaces>;
+
+// Blocks (columns, head, sequence): neighbours in time read neighbours in memory. A grid with fewer heads or sequences
+// than there are goes round.
+template <int kPlaces, bool kOne>
+__global__ void __launch_bounds__(kThreads<kPlaces>, kBlocks<kPlaces, kOne>)
     recurrent_kernel(const __grid_constant__ RecurrentArgs args) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int group = (blockIdx.x * blockDim.x + threadIdx.x) / kWarpSize;
-  if (group * kColumnsPerWarp<kKeyLanes> >= args.problem.head_dim_v) return;
+  __shared__ Exchange<kPlaces> exchange[2];
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   Part part;
-  part.column = group * kColumnsPerWarp<kKeyLanes> + lane / kKeyLanes * kColumns;
-  part.key_lane = lane % kKeyLanes;
+  part.column = blockIdx.x * kColumnsOfBlock + lane % kColumnLanes * kColumns;
+  part.place = kKeyLanes * warp + lane / kColumnLanes;
+  int turn = 0;
   for (part.sequence = blockIdx.z; part.sequence < args.problem.sequences.count; part.sequence += gridDim.z) {
     for (part.head = blockIdx.y; part.head < args.problem.num_value_heads; part.head += gridDim.y) {
-      run_part<kKeyLanes>(args, part);
+      run_part<kPlaces, kOne>(args, part, exchange, turn);
     }
   }
 }
 
-template <int kKeyLanes>
+template <int kPlaces>
 void launch_recurrent(const RecurrentArgs& args, const Context& context) {
   constexpr int64_t kMostBlocks = 65535;  // along y and z
   const DeltaRuleDeviceProblem& p = args.problem;
-  const int groups = (p.head_dim_v + kColumnsPerWarp<kKeyLanes> - 1) / kColumnsPerWarp<kKeyLanes>;
-  const int warps = std::min(groups, kMostWarps);
-  const dim3 grid(static_cast<unsigned>((groups + warps - 1) / warps),
-                  static_cast<unsigned>(std::min<int64_t>(p.num_value_heads, kMostBlocks)),
-                  static_cast<unsigned>(std::min(p.sequences.count, kMostBlocks)));
-  launch<recurrent_kernel<kKeyLanes>>("delta_rule recurrent", context, {grid, static_cast<unsigned>(warps * kWarpSize)},
-                                      args);
+  const LaunchShape shape{dim3(static_cast<unsigned>((p.head_dim_v + kColumnsOfBlock - 1) / kColumnsOfBlock),
+                               static_cast<unsigned>(std::min<int64_t>(p.num_value_heads, kMostBlocks)),
+                               static_cast<unsigned>(std::min(p.sequences.count, kMostBlocks))),
+                          kThreads<kPlaces>};
+  if (p.sequences.offsets == nullptr && p.sequences.tokens == 1 && !args.chunk_states.present()) {
+    launch<recurrent_kernel<kPlaces, true>>("delta_rule recurrent", context, shape, args);
+  } else {
+    launch<recurrent_kernel<kPlaces, false>>("delta_rule recurrent", context, shape, args);
+  }
 }
 
 void run(const RecurrentArgs& args, const Context& context) {
