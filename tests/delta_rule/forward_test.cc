@@ -125,6 +125,24 @@ TEST_P(Forward, StrongAndWeakGates) {
   check_forward(open);
 }
 
+// Also where the decay of 16 tokens is just above what a 16-bit operand holds, and just below.
+TEST_P(Forward, StrongGatesInSixteenBits) {
+  if (GetParam() == Gate::kNone) GTEST_SKIP() << "no gate";
+  for (DType dtype : {DType::kBF16, DType::kF16}) {
+    DeltaRuleSpec one = spec(70, 36, 20);
+    one.dtype = dtype;
+    for (double g : {-0.1, -0.3, -5.0, -5.1, -5.5, -9.0}) {
+      DeltaRuleCase problem = draw(one, 34);
+      problem.g.fill(g);
+      check_forward(problem);
+    }
+    for (double fraction : {0.1, 1.0}) {
+      one.hard_gate_fraction = fraction;
+      check_forward(draw(one, 35), true);
+    }
+  }
+}
+
 TEST_P(Forward, SixteenBitTypes) {
   for (DType dtype : {DType::kBF16, DType::kF16}) {
     for (DType gate_dtype : {DType::kF32, dtype}) {

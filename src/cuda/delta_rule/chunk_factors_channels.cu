@@ -3,15 +3,14 @@
 //     A_ij = beta_i sum_d k_id k_jd E(gamma_id - gamma_jd),     P_ij likewise with q_i.
 //
 // No exponential of a sum is formed: every factor is a product of the decays of single tokens, none above 1 for g <= 0,
-// so nothing overflows and a gate of -1000 costs no digits. In blocks of 8 rows:
+// so nothing overflows and a gate of -1000 costs no digits. In tiles of 16 rows, of which `rising` rows are k_i and q_i
+// times the decays from the start of their tile, `falling` rows k_j times the decays after j to the end of its tile:
 //
-//     below the diagonal   E(gamma_i - gamma_j) = (decays from the start of i's block to i) (whole blocks between)
-//                          (decays after j to the end of its block); products on tensor cores of `rising` rows, k_i and
-//                          q_i times the first, and `falling` rows, k_j times the last
-//     on the diagonal      the same divided by the block's own decay, unless that is too small in any channel; then in
-//                          fp32: k_j runs down the rows, multiplied by one decay after the other
+//     below the diagonal   rising falling^T, times the whole tiles between
+//     on the diagonal      rising falling^T divided by the tile's own decay, unless that is too small in any channel;
+//                          then in fp32: k_j runs down the rows, multiplied by one decay after the other
 //
-// One block of eight warps per (chunk, value head).
+// The factor per channel goes to the falling rows, in registers. One block of eight warps per (chunk, value head).
 #include <algorithm>
 
 #include "cuda/common/launch.h"
@@ -21,8 +20,8 @@ namespace fastweight::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRows = 8;  // of a block
-constexpr int kBlocks = kChunkRows / kRows;
+constexpr int kRows = 16;  // of a tile
+constexpr int kTiles = kChunkRows / kRows;
 
 template <int kK>
 struct Shared {
@@ -34,17 +33,19 @@ struct Shared {
     alignas(16) float decay[kChunkRows * kK];
     alignas(16) float T[kChunkRows * kPitchOfT];  // once A is complete
   };
-  alignas(16) float block_decay[kBlocks * kK];
+  alignas(16) float total[kTiles * kK];    // the decays of whole tiles
+  alignas(16) float inverse[kTiles * kK];  // 1 / total
+  alignas(16) float middle[kK];            // tiles 1 and 2 together
   alignas(16) float A[kChunkRows * kPitchOfA];
   float beta[kChunkRows];
   float rstd_k[kChunkRows], rstd_q[kChunkRows];
-  bool strong[kBlocks];  // a decay of the block too small to be divided by
+  bool strong[kTiles];  // a decay of the tile too small to be divided by
 };
 
-// Whether k_j divided by a block's decay, and k_j times it, keep their digits: bf16 has the exponents of fp32, fp16 has
-// few.
+// Whether k_j divided by a tile's decay, and k_j times it, keep their digits: bf16 has the exponents of fp32, enough
+// for 16 tokens with g = -5; fp16 has few.
 template <DType kType>
-inline constexpr float kLeastDecay = kType == DType::kBF16 ? 0x1p-60f : 0x1p-4f;
+inline constexpr float kLeastDecay = kType == DType::kBF16 ? 0x1p-117f : 0x1p-4f;
 
 // exp(g) of all tokens and channels; 1 where there is none. A thread stays with four channels.
 template <int kK>
@@ -59,6 +60,10 @@ __device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, con
     rate = gate_rate(p, head);
     for (int e = 0; e < count; ++e) bias[e] = gate_bias(p, head, channel + e);
   }
+  const auto place = [&](int row) { return reinterpret_cast<float4*>(decay + row * kK + channel); };
+  const auto decay_of = [&](int row, int e, float x) {
+    return row < span.length && e < count ? exp2_approx(log2_decay(p, x, rate, bias[e])) : 1.0f;
+  };
   with_type(p.g.dtype, [&](auto type) {
     constexpr DType kType = decltype(type)::value;
     RawQuad raw[kOwn];
@@ -76,14 +81,20 @@ __device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, con
       const int row = first + i * kStep;
       float x[4];
       decode_quad<kType>(raw[i], x);
+      if (!p.gate_in_kernel) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const bool exists = row < span.length && e < count;
-        x[e] = exists ? exp2_approx(log2_decay(p, x[e], rate, bias[e])) : 1.0f;
+        for (int e = 0; e < 4; ++e) x[e] = decay_of(row, e, x[e]);
       }
-      *reinterpret_cast<float4*>(decay + row * kK + channel) = make_float4(x[0], x[1], x[2], x[3]);
+      *place(row) = make_float4(x[0], x[1], x[2], x[3]);
     }
   });
+  if (!p.gate_in_kernel) return;
+#pragma unroll 1
+  for (int row = first; row < kChunkRows; row += kStep) {  // once in the code: the activations are long
+    const float4 x = *place(row);
+    *place(row) =
+        make_float4(decay_of(row, 0, x.x), decay_of(row, 1, x.y), decay_of(row, 2, x.z), decay_of(row, 3, x.w));
+  }
 }
 
 template <DType kType>
@@ -95,15 +106,15 @@ __device__ __forceinline__ uint16_t to_element(float value) {
   return static_cast<uint16_t>(pack<kType>(value, 0.0f));
 }
 
-// A strong diagonal block by one warp: lane l has column l % 8 and a quarter of the channels.
+// A strong tile on the diagonal by one warp: lane l has column l % 16 and half of the channels.
 template <DType kType, int kK>
-__device__ __forceinline__ void diagonal(Shared<kK>& s, float scale, int block, int lane, uint16_t* P) {
-  constexpr int kSegments = SharedTile<kK>::kSegments, kQuarters = kWarpSize / kRows;
-  const int j = lane % kRows, quarter = lane / kRows, top = kRows * block;
+__device__ __forceinline__ void diagonal(Shared<kK>& s, float scale, int tile, int lane, uint16_t* P) {
+  constexpr int kSegments = SharedTile<kK>::kSegments, kParts = kWarpSize / kRows;
+  const int j = lane % kRows, part = lane / kRows, top = kRows * tile;
   const SharedTile<kK> k{s.k}, q{s.q};
   float a_sum[kRows] = {}, p_sum[kRows] = {};
 #pragma unroll 1
-  for (int segment = quarter; segment < kSegments; segment += kQuarters) {
+  for (int segment = part; segment < kSegments; segment += kParts) {
     float running[8] = {};
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -136,32 +147,33 @@ __device__ __forceinline__ void diagonal(Shared<kK>& s, float scale, int block, 
       p += __shfl_xor_sync(kAllLanes, p, distance);
     }
     const int i = top + r;
-    if (quarter == 0) {
+    if (part == 0) {
       s.A[(top + j) * kPitchOfA + i] = s.beta[i] * s.rstd_k[i] * rstd_j * a;
-    } else if (quarter == 1) {
+    } else {
       P[i * kChunkRows + top + j] = to_element<kType>(scale * s.rstd_q[i] * rstd_j * p);
     }
   }
 }
 
-// The decays of whole blocks, and which are strong. `strong` is false before.
+// The decays of whole tiles, and which are strong. `strong` is false before.
 template <DType kType, int kK>
-__device__ __forceinline__ void multiply_blocks(Shared<kK>& s) {
-  for (int at = threadIdx.x; at < kBlocks * kK; at += kThreads) {
-    const float* decay = s.decay + at / kK * kRows * kK + at % kK;
+__device__ __forceinline__ void multiply_tiles(Shared<kK>& s) {
+  for (int at = threadIdx.x; at < kTiles * kK; at += kThreads) {
+    const int tile = at / kK;
+    const float* decay = s.decay + tile * kRows * kK + at % kK;
     float product = decay[0];
 #pragma unroll
     for (int i = 1; i < kRows; ++i) product *= decay[i * kK];
-    s.block_decay[at] = product;
-    if (product < kLeastDecay<kType>) s.strong[at / kK] = true;
+    s.total[at] = product;
+    s.inverse[at] = 1.0f / product;
+    if (product < kLeastDecay<kType>) s.strong[tile] = true;
   }
 }
 
 __device__ __forceinline__ float2 operator*(float2 a, float2 b) { return make_float2(a.x * b.x, a.y * b.y); }
 __device__ __forceinline__ float2 operator*(float a, float2 b) { return make_float2(a * b.x, a * b.y); }
-__device__ __forceinline__ float2 inverse(float2 a) { return make_float2(1.0f / a.x, 1.0f / a.y); }
 
-// Everything that is one multiplication per element, by threads that own two channels of a block of rows: the scan's
+// Everything that is one multiplication per element, by threads that own two channels of a tile of rows: the scan's
 // three copies of the keys, and in place of k and q the rising and falling rows.
 template <DType kType, int kK>
 __device__ __forceinline__ void scale_rows(const ChunkArgs& args, int64_t item, Shared<kK>& s) {
@@ -170,154 +182,113 @@ __device__ __forceinline__ void scale_rows(const ChunkArgs& args, int64_t item, 
   const auto pair_at = [](const SharedTile<kK>& tile, int row, int channel) -> uint32_t& {
     return *reinterpret_cast<uint32_t*>(&tile.at(row, channel));
   };
-  for (int at = threadIdx.x; at < kBlocks * kK / 2; at += kThreads) {
-    const int block = at / (kK / 2), channel = at % (kK / 2) * 2;
-    float2 before = make_float2(1, 1), after = make_float2(1, 1);  // the whole blocks on either side
-    for (int b = 0; b < kBlocks; ++b) {
-      const float2 decay = *reinterpret_cast<const float2*>(s.block_decay + b * kK + channel);
-      if (b < block) before = before * decay;
-      if (b > block) after = after * decay;
-    }
-    float2 decays[kRows], keys[kRows];
+  for (int at = threadIdx.x; at < kTiles * kK / 2; at += kThreads) {
+    const int tile = at / (kK / 2), channel = at % (kK / 2) * 2, top = kRows * tile;
+    float2 before = make_float2(1, 1), after = make_float2(1, 1);  // the whole tiles on either side
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      decays[i] = *reinterpret_cast<const float2*>(s.decay + (kRows * block + i) * kK + channel);
-      keys[i] = unpack<kType>(pair_at(k, kRows * block + i, channel));
+    for (int t = 0; t < kTiles; ++t) {
+      const float2 total = *reinterpret_cast<const float2*>(s.total + t * kK + channel);
+      if (t < tile) before = before * total;
+      if (t > tile) after = after * total;
+      if (tile == 0 && t == kTiles - 2) *reinterpret_cast<float2*>(s.middle + channel) = after;
     }
-    uint16_t* to = args.factors.keys + (item * 3 * kChunkRows + kRows * block) * kK + channel;
+    const auto decay_of = [&](int row) { return *reinterpret_cast<const float2*>(s.decay + row * kK + channel); };
+    uint16_t* to = args.factors.keys + (item * 3 * kChunkRows + top) * kK + channel;
     const auto store = [&](int copy, int i, float2 x) {
       *reinterpret_cast<uint32_t*>(to + (copy * kChunkRows + i) * kK) = pack<kType>(x.x, x.y);
     };
     float2 until = make_float2(1, 1);
 #pragma unroll
     for (int i = kRows - 1; i >= 0; --i) {
-      const int row = kRows * block + i;
-      const float2 x = until * keys[i];
+      const int row = top + i;
+      const float2 x = until * unpack<kType>(pair_at(k, row, channel));
       pair_at(falling, row, channel) = pack<kType>(x.x, x.y);
       store(2, i, s.rstd_k[row] * (after * x));
-      until = until * decays[i];
+      until = until * decay_of(row);
     }
     float2 since = make_float2(1, 1);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int row = kRows * block + i;
-      since = since * decays[i];
-      const float2 rising_k = since * keys[i], rising_q = since * unpack<kType>(pair_at(q, row, channel));
+      const int row = top + i;
+      since = since * decay_of(row);
+      const float2 rising_k = since * unpack<kType>(pair_at(k, row, channel));
+      const float2 rising_q = since * unpack<kType>(pair_at(q, row, channel));
       pair_at(k, row, channel) = pack<kType>(rising_k.x, rising_k.y);
       pair_at(q, row, channel) = pack<kType>(rising_q.x, rising_q.y);
       store(0, i, s.rstd_k[row] * (before * rising_k));
       store(1, i, (scale * s.rstd_q[row]) * (before * rising_q));
     }
-    if (block == kBlocks - 1) {
+    if (tile == kTiles - 1) {
       float* total = args.factors.total + item * args.factors.total_width + channel;
       *reinterpret_cast<float2*>(total) = before * since;
     }
   }
 }
 
-// Rows [16 tile, +16) of A and P, by one warp: the blocks in columns `last` down to `last - 3`, as far as they are on
-// or below the diagonal and not strong diagonal blocks. These are two blocks of rows; against a column block before
-// both, the second has decayed by the first's total on top.
+// Tile (row, column) of A and P, by one warp. `factor`, one per channel, belongs to the falling rows; null: 1.
 template <DType kType, int kK>
-__device__ __forceinline__ void make_rows(Shared<kK>& s, float scale, int tile, int last, int lane, uint16_t* P) {
-  constexpr int kColumns = 4;
+__device__ __forceinline__ void make_tile(Shared<kK>& s, float scale, int row, int column, const float* factor,
+                                          int lane, uint16_t* P) {
   const SharedTile<kK> rising_k{s.k}, rising_q{s.q}, falling{s.falling};
-  const int first = 2 * tile;  // the first block of rows
-  float a_sum[kColumns][4] = {}, p_sum[kColumns][4] = {};
-#pragma unroll 1
+  float a_sum[2][4] = {}, p_sum[2][4] = {};
+#pragma unroll 4
   for (int m = 0; m < kK / 16; ++m) {
-    uint32_t k_rows[4], q_rows[4];
-    rising_k.load_a(16 * tile, m, lane, k_rows);
-    rising_q.load_a(16 * tile, m, lane, q_rows);
-    const float* decay = s.block_decay + 16 * m + 2 * (lane % 4);  // columns 2t, 2t + 1, 2t + 8, 2t + 9 of a row
-    const auto decays_of = [&](int block, float2(&d)[2]) {
-      d[0] = *reinterpret_cast<const float2*>(decay + block * kK);
-      d[1] = *reinterpret_cast<const float2*>(decay + block * kK + 8);
-    };
-    const auto scaled = [](uint32_t pair, const float2& d) {
-      const float2 x = unpack<kType>(pair);
-      return pack<kType>(x.x * d.x, x.y * d.y);
-    };
-    float2 own[2];
-    decays_of(first, own);
-    float2 between[2] = {make_float2(1, 1), make_float2(1, 1)};  // whole blocks between the tile and the column
-    for (int column = first - 1; column > last; --column) {      // none unless the columns begin further left
-      float2 d[2];
-      decays_of(column, d);
-      between[0] = between[0] * d[0];
-      between[1] = between[1] * d[1];
-    }
-    const uint32_t k_own[4] = {k_rows[0], k_rows[1], k_rows[2], k_rows[3]};
-    const uint32_t q_own[4] = {q_rows[0], q_rows[1], q_rows[2], q_rows[3]};
-    // One of the two blocks of rows, the other set to 0.
-    const auto multiply_half = [&](bool second, float(&a)[4], float(&p)[4], uint32_t b0, uint32_t b1) {
-      const uint32_t k_half[4] = {second ? 0 : k_own[0], second ? k_own[1] : 0, second ? 0 : k_own[2],
-                                  second ? k_own[3] : 0};
-      const uint32_t q_half[4] = {second ? 0 : q_own[0], second ? q_own[1] : 0, second ? 0 : q_own[2],
-                                  second ? q_own[3] : 0};
-      mma<kType>(a, k_half, b0, b1);
-      mma<kType>(p, q_half, b0, b1);
-    };
-    k_rows[1] = scaled(k_rows[1], own[0]);
-    k_rows[3] = scaled(k_rows[3], own[1]);
-    q_rows[1] = scaled(q_rows[1], own[0]);
-    q_rows[3] = scaled(q_rows[3], own[1]);
+    uint32_t k_rows[4], q_rows[4], b[4];
+    rising_k.load_a(kRows * row, m, lane, k_rows);
+    rising_q.load_a(kRows * row, m, lane, q_rows);
+    falling.load_b(kRows * column, m, lane, b);
+    if (factor != nullptr) {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const int column = last - c;
-      if (column < 0) continue;
-      uint32_t b[4];
-      falling.load_b(16 * (column / 2), m, lane, b);
-      const uint32_t b0 = column % 2 == 0 ? b[0] : b[2], b1 = column % 2 == 0 ? b[1] : b[3];
-      if (column >= first) {  // one of the tile's two blocks of rows is on the diagonal
-        float2 d[2];
-        decays_of(column, d);
-        if (s.strong[column]) d[0] = d[1] = make_float2(1, 1);  // the result is not used, but 0 * inf would spread
-        const uint32_t i0 = scaled(b0, inverse(d[0])), i1 = scaled(b1, inverse(d[1]));
-        multiply_half(column > first, a_sum[c], p_sum[c], i0, i1);
-        if (column == first) multiply_half(true, a_sum[c], p_sum[c], b0, b1);
-        continue;
+      for (int h = 0; h < 2; ++h) {  // channels 2t, 2t + 1 and 2t + 8, 2t + 9 of both halves of the columns
+        const float2 d = *reinterpret_cast<const float2*>(factor + 16 * m + 8 * h + 2 * (lane % 4));
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const float2 x = d * unpack<kType>(b[2 * n + h]);
+          b[2 * n + h] = pack<kType>(x.x, x.y);
+        }
       }
-      const uint32_t s0 = scaled(b0, between[0]), s1 = scaled(b1, between[1]);
-      mma<kType>(a_sum[c], k_rows, s0, s1);
-      mma<kType>(p_sum[c], q_rows, s0, s1);
-      float2 d[2];
-      decays_of(column, d);
-      between[0] = between[0] * d[0];
-      between[1] = between[1] * d[1];
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      mma<kType>(a_sum[n], k_rows, b[2 * n], b[2 * n + 1]);
+      mma<kType>(p_sum[n], q_rows, b[2 * n], b[2 * n + 1]);
     }
   }
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-    const int column = last - c;
-    if (column < 0) continue;
+  for (int n = 0; n < 2; ++n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int block = first + half;
-      if (block < column || (block == column && s.strong[block])) continue;
-      const int i = 16 * tile + lane / 4 + half * 8, j = 8 * column + 2 * (lane % 4);
+      const int i = kRows * row + lane / 4 + half * 8, j = kRows * column + 8 * n + 2 * (lane % 4);
       const float on_a = s.beta[i] * s.rstd_k[i], on_p = scale * s.rstd_q[i];
-      s.A[j * kPitchOfA + i] = on_a * s.rstd_k[j] * a_sum[c][2 * half];
-      s.A[(j + 1) * kPitchOfA + i] = on_a * s.rstd_k[j + 1] * a_sum[c][2 * half + 1];
-      const float p0 = i < j ? 0.0f : on_p * s.rstd_k[j] * p_sum[c][2 * half];
-      const float p1 = i < j + 1 ? 0.0f : on_p * s.rstd_k[j + 1] * p_sum[c][2 * half + 1];
+      s.A[j * kPitchOfA + i] = on_a * s.rstd_k[j] * a_sum[n][2 * half];
+      s.A[(j + 1) * kPitchOfA + i] = on_a * s.rstd_k[j + 1] * a_sum[n][2 * half + 1];
+      const float p0 = i < j ? 0.0f : on_p * s.rstd_k[j] * p_sum[n][2 * half];
+      const float p1 = i < j + 1 ? 0.0f : on_p * s.rstd_k[j + 1] * p_sum[n][2 * half + 1];
       *reinterpret_cast<uint32_t*>(P + i * kChunkRows + j) = pack<kType>(p0, p1);
     }
   }
 }
 
-// The blocks of 8 of P above the diagonal that the scan reads, and what the scan multiplies tokens by: beta alone, the
-// rest is in the keys.
-__device__ __forceinline__ void store_rest(const float* beta, int thread, uint16_t* P, float* token) {
-  constexpr int kStoring = 2 * kWarpSize;
-  for (int at = thread; at < kChunkRows * kBlocks; at += kStoring) {
-    const int row = at / kBlocks, block = at % kBlocks;
-    if (block > row / kRows && !above_diagonal(row, block)) reinterpret_cast<uint4*>(P)[at] = make_uint4(0, 0, 0, 0);
+// The ten tiles on and below the diagonal, by eight warps with as much to do: four on the diagonal, three with tiles
+// between, and those with none.
+template <DType kType, int kK>
+__device__ __forceinline__ void make_tiles(Shared<kK>& s, float scale, int warp, int lane, uint16_t* P) {
+  if (warp < 4) {
+    if (!s.strong[warp]) make_tile<kType>(s, scale, warp, warp, s.inverse + warp * kK, lane, P);
+  } else if (warp < 7) {
+    const int row = warp == 4 ? 2 : 3, column = warp == 6 ? 1 : 0;
+    make_tile<kType>(s, scale, row, column, warp == 5 ? s.middle : s.total + (column + 1) * kK, lane, P);
+  } else {
+#pragma unroll 1
+    for (int row = 1; row < kTiles; ++row) make_tile<kType>(s, scale, row, row - 1, nullptr, lane, P);
   }
-  for (int i = thread; i < kChunkRows; i += kStoring) {
-    token[kOnValue * kChunkRows + i] = token[kOnKeyRead * kChunkRows + i] = beta[i];
-    token[kOnQueryRead * kChunkRows + i] = token[kOnWrite * kChunkRows + i] = 1.0f;
-  }
+}
+
+// What the scan multiplies tokens by: beta alone, the rest is in the keys.
+__device__ __forceinline__ void store_token_factors(const float* beta, float* token) {
+  const int i = threadIdx.x % kChunkRows, factor = threadIdx.x / kChunkRows;
+  static_assert(kThreads == 4 * kChunkRows);
+  token[threadIdx.x] = factor == kOnValue || factor == kOnKeyRead ? beta[i] : 1.0f;
 }
 
 template <DType kType, int kK>
@@ -339,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
                               args.vector_keys);
     commit_copies();
     load_decays<kK>(p, span, head, s.decay);
-    if (threadIdx.x < kBlocks) s.strong[threadIdx.x] = false;
+    if (threadIdx.x < kTiles) s.strong[threadIdx.x] = false;
     if (threadIdx.x < kChunkRows) s.beta[threadIdx.x] = chunk_beta(p, span, head, threadIdx.x);
     wait_copies<0>();
     __syncthreads();
@@ -347,18 +318,14 @@ __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
     row_norms<kType, 4, kK>({s.q}, p.qk_l2norm, s.rstd_q);
     __syncthreads();
     uint16_t* P = args.factors.P + item * kChunkRows * kChunkRows;
-    multiply_blocks<kType>(s);
+    multiply_tiles<kType>(s);
     __syncthreads();
-    if (s.strong[warp]) diagonal<kType>(s, p.scale, warp, lane, P);
+    if (warp < kTiles && s.strong[warp]) diagonal<kType>(s, p.scale, warp, lane, P);
     __syncthreads();
     scale_rows<kType>(args, item, s);
+    store_token_factors(s.beta, args.factors.token + item * 4 * kChunkRows);
     __syncthreads();
-    if (warp < 6) {  // columns 7 .. 4 and 3 .. 0 of tile 3, 5 .. 2 and 1 .. 0 of tile 2, all of tiles 1 and 0
-      const int tile = warp < 2 ? 3 : warp < 4 ? 2 : 5 - warp;
-      make_rows<kType>(s, p.scale, tile, 2 * tile + 1 - (warp == 1 || warp == 3 ? 4 : 0), lane, P);
-    } else {
-      store_rest(s.beta, threadIdx.x - 6 * kWarpSize, P, args.factors.token + item * 4 * kChunkRows);
-    }
+    make_tiles<kType>(s, p.scale, warp, lane, P);
     __syncthreads();
     invert_unit_lower(s.A, s.T, warp, lane);
     __syncthreads();
