@@ -74,9 +74,9 @@ class Block {
       fibers_[i]->committed.clear();
     }
     const size_t warps = threads / kLanes;
-    const bool backwards = (index.x + index.y + index.z) % 2 == 1;
+    backwards_ = (index.x + index.y + index.z) % 2 == 1;
     for (bool left = false; !left;) {
-      for (size_t i = 0; i < warps; ++i) run_warp(backwards ? warps - 1 - i : i);
+      for (size_t i = 0; i < warps; ++i) run_warp(backwards_ ? warps - 1 - i : i);
       left = true;
       for (size_t i = 0; i < threads; ++i) {
         if (fibers_[i]->state != State::kAtBarrier) continue;
@@ -131,8 +131,9 @@ class Block {
   // Until every lane has left or stands at the block's barrier.
   void run_warp(size_t warp) {
     for (;;) {
-      for (size_t lane = 0; lane < kLanes; ++lane) {
-        if (fibers_[warp * kLanes + lane]->state == State::kReady) resume(warp * kLanes + lane);
+      for (size_t i = 0; i < kLanes; ++i) {
+        const size_t thread = warp * kLanes + (backwards_ ? kLanes - 1 - i : i);
+        if (fibers_[thread]->state == State::kReady) resume(thread);
       }
       void* mine[kLanes];
       WarpOperation operation = nullptr;
@@ -192,6 +193,7 @@ class Block {
   const Grid* grid_ = nullptr;
   const std::function<void()>* body_ = nullptr;
   std::vector<std::unique_ptr<Fiber>> fibers_;
+  bool backwards_ = false;  // the order of warps and lanes
   size_t current_ = 0;
   jmp_buf scheduler_;
   unsigned char* arena_ = nullptr;
@@ -238,6 +240,8 @@ uint32_t shared_address(const void* pointer) { return Block::instance().shared_a
 void* shared_pointer(uint32_t address, size_t bytes) { return Block::instance().shared_pointer(address, bytes); }
 
 void begin_copy(void* to, const void* from, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(from) % bytes != 0)
+    Block::instance().fail("a copy from an address that is not aligned");
   Block::instance().current().copies.push_back({to, from, bytes});
 }
 

@@ -4,8 +4,8 @@
 // a product of the tensor cores). That instruction is executed once for the 32 lanes when all of them have arrived.
 // Lanes that arrive at different instructions, or that have left while others wait, end the program with a message.
 //
-// What a kernel may not rely on differs from block to block: the order of its warps. Shared memory starts as NaNs, and
-// the page after it cannot be touched.
+// What a kernel may not rely on differs from block to block: the order of its warps, and of lanes between two
+// instructions of their warp. Shared memory starts as NaNs, and the page after it cannot be touched.
 #pragma once
 
 #include <vector_types.h>
