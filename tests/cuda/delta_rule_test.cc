@@ -295,13 +295,7 @@ TEST_P(CudaDeltaRule, SlotsThatDoNotExistAreSkipped) {
     args.state_indices = indices.view();
     args.o = o.view();
     support::run(context_for(name), args);
-    for (int64_t n : {1, 2}) {
-      for (double value : slice(o, 0, n, n + 1).values()) EXPECT_EQ(value, 0) << name;
-      EXPECT_TRUE(support::same_bits(slice(state, 0, n, n + 1), slice(problem.initial_state, 0, n, n + 1))) << name;
-    }
-    for (int64_t n : {0, 3}) {
-      EXPECT_FALSE(support::same_bits(slice(state, 0, n, n + 1), slice(problem.initial_state, 0, n, n + 1))) << name;
-    }
+    expect_skipped({1, 2}, {0, 3}, o, state, problem.initial_state, name);
   }
 }
 

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
+#include <string>
 #include <vector>
 
 #include "support/placement.h"
@@ -21,6 +23,20 @@ inline void poison(support::DeviceCopy& x) {
   Tensor values = x.get();
   values.fill(std::numeric_limits<double>::quiet_NaN());
   x.set(values);
+}
+
+// After a step on all slots of a state: those of the sequences `skipped` are as before and their outputs 0, those of
+// `advanced` are not as before.
+inline void expect_skipped(const std::vector<int64_t>& skipped, const std::vector<int64_t>& advanced,
+                           const Tensor& outputs, const Tensor& state, const Tensor& before, const std::string& what) {
+  const auto kept = [&](int64_t n) {
+    return support::same_bits(slice(state, 0, n, n + 1), slice(before, 0, n, n + 1));
+  };
+  for (int64_t n : skipped) {
+    for (double value : slice(outputs, 0, n, n + 1).values()) EXPECT_EQ(value, 0) << what;
+    EXPECT_TRUE(kept(n)) << what;
+  }
+  for (int64_t n : advanced) EXPECT_FALSE(kept(n)) << what;
 }
 
 }  // namespace fastweight::test

@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "support/placement.h"
+#include "tests/cuda/testing.h"
 #include "tests/ttt_linear/cases.h"
 
 namespace fastweight::test {
@@ -18,9 +18,6 @@ using support::DeviceGraph;
 using support::DeviceStream;
 using support::draw;
 
-const Device kCuda{DeviceType::kCuda, 0};
-[[maybe_unused]] const bool g_on_cuda = (device() = kCuda, true);
-
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 // In a type that every implementation takes.
@@ -28,11 +25,6 @@ TttLinearSpec bf16_spec(int64_t T, int64_t D, int64_t H) {
   TttLinearSpec spec = spec_of(T, D, H);
   spec.dtype = DType::kBF16;
   return spec;
-}
-
-Tensor offsets_of(const std::vector<int64_t>& offsets) {
-  return Tensor(DType::kI64, {static_cast<int64_t>(offsets.size())},
-                std::vector<double>(offsets.begin(), offsets.end()));
 }
 
 // The tensors of a call on the device; `copies` keeps them.

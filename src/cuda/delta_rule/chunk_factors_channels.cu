@@ -98,10 +98,6 @@ __device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, con
 }
 
 template <DType kType>
-__device__ __forceinline__ float element(uint16_t bits) {
-  return unpack<kType>(bits).x;
-}
-template <DType kType>
 __device__ __forceinline__ uint16_t to_element(float value) {
   return static_cast<uint16_t>(pack<kType>(value, 0.0f));
 }
