@@ -25,7 +25,11 @@ namespace emulator {
 
 template <class... Parameters, class... Args>
 cudaError_t launch_kernel(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), const Args&... args) {
-  const Grid grid{config->gridDim, config->blockDim, config->dynamicSmemBytes};
+  Grid grid{config->gridDim, config->blockDim, config->dynamicSmemBytes};
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    if (config->attrs[i].id != cudaLaunchAttributeProgrammaticStreamSerialization) return cudaErrorInvalidValue;
+    grid.overlaps = config->attrs[i].val.programmaticStreamSerializationAllowed != 0;
+  }
   std::tuple<std::remove_const_t<Parameters>...> values(args...);
   return enqueue(config->stream, grid, [=] { std::apply(kernel, values); });
 }

@@ -37,6 +37,8 @@ struct Fiber {
   WarpOperation operation = nullptr;
   void* mine = nullptr;
 
+  bool waited = false;  // for the kernels before this one
+
   std::vector<Copy> copies;                 // not yet committed
   std::deque<std::vector<Copy>> committed;  // oldest first
 
@@ -70,6 +72,7 @@ class Block {
     prepare_shared(grid.shared_bytes);
     for (size_t i = 0; i < threads; ++i) {
       fibers_[i]->state = State::kReady;
+      fibers_[i]->waited = false;
       fibers_[i]->copies.clear();
       fibers_[i]->committed.clear();
     }
@@ -179,6 +182,7 @@ class Block {
   void live() {
     for (;;) {
       (*body_)();
+      if (grid_->overlaps && !current().waited) fail("leaves without having waited for the kernels before");
       stop(State::kLeft);
     }
   }
@@ -234,6 +238,8 @@ void together(const char* name, WarpOperation operation, void* mine) {
 }
 
 void block_barrier() { Block::instance().stop(State::kAtBarrier); }
+
+void wait_for_previous_kernels() { Block::instance().current().waited = true; }
 
 unsigned char* shared_memory() { return Block::instance().shared(); }
 uint32_t shared_address(const void* pointer) { return Block::instance().shared_address(pointer); }

@@ -21,6 +21,7 @@ inline constexpr int kLanes = 32;
 struct Grid {
   dim3 blocks, threads;
   size_t shared_bytes = 0;
+  bool overlaps = false;  // launched so that it may start before the kernels before it have completed
 };
 
 // Calls body() for every thread of every block.
@@ -36,6 +37,9 @@ using WarpOperation = void (*)(void* const* lanes);
 void together(const char* name, WarpOperation operation, void* mine);
 
 void block_barrier();
+
+// Every thread of a grid that overlaps has to call this.
+void wait_for_previous_kernels();
 
 // The block's dynamic shared memory, aligned to 128 bytes at its end.
 unsigned char* shared_memory();

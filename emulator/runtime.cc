@@ -162,6 +162,11 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
       return remember(cudaErrorInvalidValue);
   }
 }
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  attributes->ptxVersion = attributes->binaryVersion = 90;
+  return cudaSuccess;
+}
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int value) {
   return value <= kSharedLimit ? cudaSuccess : remember(cudaErrorInvalidValue);
 }

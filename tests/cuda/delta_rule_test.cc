@@ -152,6 +152,47 @@ TEST_P(CudaDeltaRule, StepInAGraph) {
   }
 }
 
+// Steps that follow each other in one graph may overlap, but each sees what the one before it wrote: its state, and its
+// output as values.
+TEST_P(CudaDeltaRule, StepsThatNeedEachOther) {
+  constexpr int kSteps = 6, kReplays = 3;
+  DeltaRuleSpec one = with_heads(spec(1, 128, 128), 2, 4);
+  one.B = 2;
+  one.options.qk_l2norm = true;
+  const DeltaRuleCase problem = draw(one, 9);
+  const Context context = context_for("recurrent");
+  DeltaRuleCase eager = problem;
+  for (int i = 0; i < kReplays * kSteps; ++i) {
+    const DeltaRuleResults results = support::step(eager, context);
+    eager.initial_state = results.final_state;
+    eager.v = results.o;
+  }
+
+  const DeviceCopy q(problem.q, kCuda), k(problem.k, kCuda), beta(problem.beta, kCuda), g(problem.g, kCuda);
+  const DeviceCopy state(problem.initial_state, kCuda), even(problem.v, kCuda), odd(problem.v, kCuda);
+  DeltaRuleStep args;
+  args.options = one.options;
+  args.in.q = q.view();
+  args.in.k = k.view();
+  args.in.g = g.view();
+  args.in.beta = beta.view();
+  args.state = state.view();
+  const DeviceStream stream;
+  Context on_stream = context;
+  on_stream.stream = stream.get();
+  const DeviceGraph graph(stream, [&] {
+    for (int i = 0; i < kSteps; ++i) {
+      args.in.v = (i % 2 == 0 ? even : odd).view();
+      args.o = (i % 2 == 0 ? odd : even).view();
+      delta_rule_step(on_stream, args);
+    }
+  });
+  for (int i = 0; i < kReplays; ++i) graph.launch(stream);
+  stream.wait();
+  EXPECT_TRUE(support::same_bits(state.get(), eager.initial_state));
+  EXPECT_TRUE(support::same_bits(even.get(), eager.v));
+}
+
 // All tokens at once, or a prefill and then a step per token: the same bits.
 TEST_P(CudaDeltaRule, SameBitsByStepsAfterAPrefill) {
   constexpr int64_t kPrefill = 33;

@@ -194,6 +194,15 @@ void wait_copies() {
   emulator::wait_copies(kPending);
 }
 
+template <class T>
+T* settled(T* pointer) {
+  return pointer;
+}
+
+inline void wait_for_previous_kernels() { emulator::wait_for_previous_kernels(); }
+inline void let_next_kernel_start() {}
+inline void prefetch(const void*) {}
+
 inline float exp2_approx(float x) {
   const float y = std::exp2(x);
   return y < 1.17549435e-38f ? 0.0f : y;

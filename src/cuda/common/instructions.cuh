@@ -105,6 +105,39 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// The same pointer to global memory, without its history: the compiler computes it once, and not anew for every access
+// from what it was made of.
+template <class T>
+__device__ __forceinline__ T* settled(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
+}
+
+// For kernels launched with LaunchShape::overlaps, from sm_90 on; without effect elsewhere. Such a kernel may start
+// while the kernels before it on the stream still run. It returns when they have completed and what they wrote can be
+// seen. Every thread calls it, before it touches global memory for the first time: then who waits for this kernel has
+// waited for those before it as well.
+__device__ __forceinline__ void wait_for_previous_kernels() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The kernel after this one, if it overlaps, may start as soon as every block of this one has called this or left. What
+// this kernel writes later is safe: the next one sees nothing before its wait_for_previous_kernels.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Asks for the line of global memory around `address` to be in the L2 cache soon. Reads nothing, so it may precede
+// wait_for_previous_kernels.
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
+}
+
 // 2^x by the special function unit, relative error below 2^-22; 0 far below.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -31,7 +31,12 @@ struct LaunchShape {
   dim3 grid;
   dim3 block;
   size_t dynamic_shared_bytes = 0;
+  // The kernel may be started before the kernels before it on the stream have completed, where code and device know how
+  // (sm_90): its threads call wait_for_previous_kernels() of instructions.cuh before anything else in global memory.
+  bool overlaps = false;
 };
+
+inline constexpr int kRememberedDevices = 64;  // what is known of a kernel on a device beyond these is asked every time
 
 // A kernel may use 48 KB of dynamic shared memory unless it is allowed more, once per device. The call is idempotent,
 // so two threads that arrive together do no harm.
@@ -39,13 +44,29 @@ template <auto kKernel>
 void allow_shared_memory(int device, size_t bytes) {
   constexpr size_t kWithoutAsking = 48 * 1024;
   if (bytes <= kWithoutAsking) return;
-  constexpr int kRemembered = 64;  // devices beyond these are told every time
-  static std::atomic<size_t> allowed[kRemembered];
-  if (device < kRemembered && allowed[device].load(std::memory_order_relaxed) >= bytes) return;
+  static std::atomic<size_t> allowed[kRememberedDevices];
+  if (device < kRememberedDevices && allowed[device].load(std::memory_order_relaxed) >= bytes) return;
   check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kKernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   static_cast<int>(bytes)),
              "cudaFuncSetAttribute");
-  if (device < kRemembered) allowed[device].store(bytes, std::memory_order_relaxed);
+  if (device < kRememberedDevices) allowed[device].store(bytes, std::memory_order_relaxed);
+}
+
+// Whether wait_for_previous_kernels() waits in the code that runs on the device. The version of the code decides, not
+// the device: compiled for sm_80 it does not wait on newer devices either.
+template <auto kKernel>
+bool knows_how_to_wait(int device) {
+  enum : char { kUnknown, kNo, kYes };
+  static std::atomic<char> known[kRememberedDevices];
+  if (device < kRememberedDevices) {
+    const char answer = known[device].load(std::memory_order_relaxed);
+    if (answer != kUnknown) return answer == kYes;
+  }
+  cudaFuncAttributes attributes{};
+  check_cuda(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel)), "cudaFuncGetAttributes");
+  const bool yes = attributes.ptxVersion >= 90;
+  if (device < kRememberedDevices) known[device].store(yes ? kYes : kNo, std::memory_order_relaxed);
+  return yes;
 }
 
 // `name` is what an error calls the kernel. Errors of earlier work on the device are not mistaken for this launch's.
@@ -57,6 +78,13 @@ void launch(const char* name, const Context& context, const LaunchShape& shape, 
   config.blockDim = shape.block;
   config.dynamicSmemBytes = shape.dynamic_shared_bytes;
   config.stream = stream_of(context);
+  cudaLaunchAttribute overlap{};
+  if (shape.overlaps && knows_how_to_wait<kKernel>(context.device.index)) {
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+  }
   check_cuda(cudaLaunchKernelEx(&config, kKernel, args...), name);
 }
 

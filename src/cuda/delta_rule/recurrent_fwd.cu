@@ -1,42 +1,20 @@
-// Forward and decoding token by token, in fp32. With r = v - k Sd the state before the update gives both products:
+// Forward and decoding token by token: a block walks over all tokens of its sequence with the state in registers. See
+// recurrent.cuh for the equations and for who holds what. Every layout; steps of one token whose tensors lie in quads
+// are recurrent_step.cu's.
 //
-//     Sd = diag(exp(g)) S        a = k Sd,   b = q Sd                   (one read of the state)
-//     u  = beta (v - a)          S = Sd + k^T u                         (one write)
-//     o  = scale (b + (q k^T) u)                                       = scale q S
-//
-// q and k are used as they lie in memory; their l2 norms enter as factors of the sums.
-//
-// A block owns all K key channels of 32 value columns of one head of one sequence, from its first to its last token,
-// and shares nothing with other blocks: its bits do not depend on them. Its warps divide the channels. Lane (key_lane,
-// column_lane) holds 8 key channels, as two quads, of 4 columns; with the place x = 4 * warp + key_lane of kPlaces,
-//
-//     key channel (i / 4) * 4 * kPlaces + 4 x + i % 4,  i = 0 .. 7
-//     column      first + 4 * column_lane + j,          j = 0 .. 3
-//
-// so that a warp reads a K-first state in rows of 128 bytes, a V-first one in pieces of 64, 16 bytes per lane. Sums
-// over key channels are 8 terms in a lane in order of i, then over the key lanes of a warp, then over the warps in
-// order. kPlaces is 8, 16 or 32 for K up to 64, 128 or 256: it depends on K alone.
-//
-// One barrier per token, at which the warps exchange their sums. The rows of the next token are loaded while the
-// current one is computed.
+// One barrier per token. The rows of the next token are loaded while the current one is computed.
 #include <algorithm>
 
 #include "cuda/common/elements.cuh"
 #include "cuda/common/first_chunks.h"
 #include "cuda/common/launch.h"
-#include "cuda/common/warp.cuh"
 #include "cuda/delta_rule/device_problem.h"
 #include "cuda/delta_rule/implementations.h"
-#include "cuda/delta_rule/token.cuh"
+#include "cuda/delta_rule/recurrent.cuh"
 #include "ops/workspace.h"
 
 namespace fastweight::cuda {
 namespace {
-
-constexpr int kKeys = 8;     // per lane
-constexpr int kColumns = 4;  // per lane
-constexpr int kColumnLanes = 8, kKeyLanes = kWarpSize / kColumnLanes;
-constexpr int kColumnsOfBlock = kColumns * kColumnLanes;
 
 struct RecurrentArgs {
   DeltaRuleDeviceProblem problem;
@@ -44,32 +22,11 @@ struct RecurrentArgs {
   DeviceStates initial_state;  // [N, HV] matrices; absent: 0
   DeviceStates final_state;    // [N, HV] matrices; absent: not wanted. A step: the same as initial_state
   bool in_place = false;       // a step: a sequence without tokens leaves its state alone
-
-  DeviceTensor state_indices;  // [N], the slot of each sequence; absent: its number
-  int64_t slots = 0;
+  Slots slots;                 // of a step
 
   DeviceStates chunk_states;  // [B, NT, HV] matrices; absent: not wanted
   int64_t num_chunks = 0;     // NT
   ChunkedSequences chunked;
-};
-
-// Which part of the problem a block has. `column` is the lane's first.
-struct Part {
-  int64_t sequence;
-  int head;
-  int column;
-  int place;
-};
-
-// The lane's quads of key channels begin here.
-template <int kPlaces>
-__device__ __forceinline__ int key_of(const Part& part, int quad) {
-  return quad * 4 * kPlaces + 4 * part.place;
-}
-
-// The lane's share of S.
-struct StateTile {
-  float s[kKeys][kColumns];
 };
 
 // States whose quads lie together along K (kAlongK) or along V.
@@ -199,11 +156,10 @@ __device__ __forceinline__ void next_inputs(const DeltaRuleDeviceProblem& p, Row
   rows.beta += byte_offset(p.beta.dtype, p.beta.strides[1]);
 }
 
-// A token's rows as they lie in memory: the lane's key channels of q, k and g, its columns of v and beta. A gate per
-// head and a beta per head are the first word.
+// A token's rows as they lie in memory: the lane's key channels of q and k, its columns of v.
 struct RawToken {
-  RawQuad q[kKeys / 4], k[kKeys / 4], g[kKeys / 4];
-  RawQuad v, beta;
+  RawQuad q[kKeys / 4], k[kKeys / 4], v;
+  RawScalars scalars;
 };
 
 template <int kPlaces>
@@ -233,78 +189,8 @@ __device__ __forceinline__ void load_token(const DeltaRuleDeviceProblem& p, cons
     }
     raw.v = load_part(p.v, rows.v, part.column, V);
   }
-  if (p.beta_per_value) {
-    raw.beta = load_part(p.beta, rows.beta, part.column, V);
-  } else if (p.beta.present()) {
-    raw.beta.words[0] = load_bits(rows.beta, p.beta.dtype);
-  }
-  if (p.gate == Gate::kPerHead) {
-    raw.g[0].words[0] = load_bits(rows.g, p.g.dtype);
-  } else if (p.gate == Gate::kPerChannel) {
-#pragma unroll
-    for (int quad = 0; quad < kKeys / 4; ++quad) raw.g[quad] = load_part(p.g, rows.g, key_of<kPlaces>(part, quad), K);
-  }
-}
-
-// The parameters of the gate, read once per sequence.
-struct GateParameters {
-  float rate;
-  float bias[kKeys];  // a gate per head uses the first
-};
-
-template <int kPlaces>
-__device__ __forceinline__ GateParameters load_gate_parameters(const DeltaRuleDeviceProblem& p, const Part& part) {
-  GateParameters parameters{1.0f, {}};
-  if (!p.gate_in_kernel) return parameters;
-  parameters.rate = gate_rate(p, part.head);
-  if (p.gate == Gate::kPerHead) {
-    parameters.bias[0] = gate_bias(p, part.head, 0);
-    return parameters;
-  }
-#pragma unroll
-  for (int i = 0; i < kKeys; ++i) {
-    const int key = key_of<kPlaces>(part, i / 4) + i % 4;
-    if (key < p.head_dim_k) parameters.bias[i] = gate_bias(p, part.head, key);
-  }
-  return parameters;
-}
-
-// What a token does to the lane's share of the state.
-struct Token {
-  float q[kKeys], k[kKeys], decay[kKeys];
-  float v[kColumns], beta[kColumns];
-};
-
-__device__ __forceinline__ void decode_decay(const DeltaRuleDeviceProblem& p, const GateParameters& parameters,
-                                             const RawQuad (&raw)[kKeys / 4], float (&decay)[kKeys]) {
-  if (p.gate == Gate::kPerChannel) {
-    with_type(p.g.dtype, [&](auto type) {
-#pragma unroll
-      for (int quad = 0; quad < kKeys / 4; ++quad) decode_quad<type.value>(raw[quad], decay + quad * 4);
-    });
-#pragma unroll
-    for (int i = 0; i < kKeys; ++i) decay[i] = expf(log_decay(p, decay[i], parameters.rate, parameters.bias[i]));
-    return;
-  }
-  float w = 1.0f;
-  if (p.gate == Gate::kPerHead) {
-    w = expf(log_decay(p, decode(raw[0].words[0], p.g.dtype), parameters.rate, parameters.bias[0]));
-  }
-#pragma unroll
-  for (int i = 0; i < kKeys; ++i) decay[i] = w;
-}
-
-__device__ __forceinline__ void decode_beta(const DeltaRuleDeviceProblem& p, const RawQuad& raw,
-                                            float (&beta)[kColumns]) {
-  if (p.beta_per_value) {
-    with_type(p.beta.dtype, [&](auto type) { decode_quad<type.value>(raw, beta); });
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) beta[j] = beta_of(p, beta[j]);
-    return;
-  }
-  const float x = p.beta.present() ? beta_of(p, decode(raw.words[0], p.beta.dtype)) : 1.0f;
-#pragma unroll
-  for (int j = 0; j < kColumns; ++j) beta[j] = x;
+  raw.scalars = load_scalars<kPlaces>(p, part, rows.g, byte_offset(p.g.dtype, p.g.strides[3]), rows.beta,
+                                      byte_offset(p.beta.dtype, p.beta.strides[3]));
 }
 
 __device__ __forceinline__ void decode_token(const DeltaRuleDeviceProblem& p, const GateParameters& parameters,
@@ -317,131 +203,18 @@ __device__ __forceinline__ void decode_token(const DeltaRuleDeviceProblem& p, co
     }
     decode_quad<type.value>(raw.v, token.v);
   });
-  decode_beta(p, raw.beta, token.beta);
-  decode_decay(p, parameters, raw.g, token.decay);
+  decode_scalars(p, parameters, raw.scalars, token);
 }
 
-// What the warps exchange at the barrier of a token. Two of them in turn: nobody is further ahead than one barrier.
-template <int kPlaces>
-struct Exchange {
-  static constexpr int kWarps = kPlaces / kKeyLanes;
-
-  float4 a[kWarps][kColumnLanes], b[kWarps][kColumnLanes];  // of four columns
-  float qk[kWarps], qq[kWarps], kk[kWarps];
-};
-
-__device__ __forceinline__ float sum_over_key_lanes(float x) {
-#pragma unroll
-  for (int distance = kWarpSize / 2; distance >= kColumnLanes; distance /= 2) {
-    x += __shfl_xor_sync(kAllLanes, x, distance);
-  }
-  return x;
-}
-
-template <int kWarps>
-__device__ __forceinline__ float sum_over_warps(const float (&x)[kWarps]) {
-  float sum = x[0];
-#pragma unroll
-  for (int warp = 1; warp < kWarps; ++warp) sum += x[warp];
-  return sum;
-}
-
-template <int kWarps>
-__device__ __forceinline__ void sum_over_warps(const float4 (&x)[kWarps][kColumnLanes], int column_lane,
-                                               float (&sum)[kColumns]) {
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) {
-    const float4 part = x[warp][column_lane];
-    sum[0] = warp == 0 ? part.x : sum[0] + part.x;
-    sum[1] = warp == 0 ? part.y : sum[1] + part.y;
-    sum[2] = warp == 0 ? part.z : sum[2] + part.z;
-    sum[3] = warp == 0 ? part.w : sum[3] + part.w;
-  }
-}
-
-// S becomes the state after the token, `o` the lane's columns of the output.
-template <int kPlaces>
-__device__ __forceinline__ void advance(const DeltaRuleDeviceProblem& p, const Token& token,
-                                        Exchange<kPlaces>& exchange, StateTile& S, float (&o)[kColumns]) {
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, column_lane = lane % kColumnLanes;
-  float a[kColumns] = {}, b[kColumns] = {}, qk = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kKeys; ++i) {
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-      S.s[i][j] *= token.decay[i];
-      a[j] = fmaf(token.k[i], S.s[i][j], a[j]);
-      b[j] = fmaf(token.q[i], S.s[i][j], b[j]);
-    }
-    qk = fmaf(token.q[i], token.k[i], qk);
-  }
-#pragma unroll
-  for (int j = 0; j < kColumns; ++j) {
-    a[j] = sum_over_key_lanes(a[j]);
-    b[j] = sum_over_key_lanes(b[j]);
-  }
-  qk = sum_over_key_lanes(qk);
-  if (lane < kColumnLanes) {
-    exchange.a[warp][lane] = make_float4(a[0], a[1], a[2], a[3]);
-    exchange.b[warp][lane] = make_float4(b[0], b[1], b[2], b[3]);
-  }
-  if (lane == 0) exchange.qk[warp] = qk;
-  if (p.qk_l2norm) {
-    float qq = 0.0f, kk = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kKeys; ++i) {
-      qq = fmaf(token.q[i], token.q[i], qq);
-      kk = fmaf(token.k[i], token.k[i], kk);
-    }
-    qq = sum_over_key_lanes(qq);
-    kk = sum_over_key_lanes(kk);
-    if (lane == 0) {
-      exchange.qq[warp] = qq;
-      exchange.kk[warp] = kk;
-    }
-  }
-  __syncthreads();
-  sum_over_warps(exchange.a, column_lane, a);
-  sum_over_warps(exchange.b, column_lane, b);
-  qk = sum_over_warps(exchange.qk);
-  float q_norm = 1.0f, k_norm = 1.0f;
-  if (p.qk_l2norm) {
-    q_norm = 1.0f / sqrtf(sum_over_warps(exchange.qq) + kL2NormEps);
-    k_norm = 1.0f / sqrtf(sum_over_warps(exchange.kk) + kL2NormEps);
-  }
-
-  float u[kColumns];
-  const float o_factor = p.scale * q_norm;
-#pragma unroll
-  for (int j = 0; j < kColumns; ++j) {
-    u[j] = k_norm * (token.beta[j] * (token.v[j] - k_norm * a[j]));  // with the factor that k^T lacks
-    o[j] = o_factor * fmaf(qk, u[j], b[j]);
-  }
-#pragma unroll
-  for (int i = 0; i < kKeys; ++i) {
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) S.s[i][j] = fmaf(token.k[i], u[j], S.s[i][j]);
-  }
-}
-
-__device__ __forceinline__ void store_output(const RecurrentArgs& args, const Part& part, char* row,
+__device__ __forceinline__ void store_output(const DeviceTensor& x, const Part& part, int V, char* row,
                                              const float (&o)[kColumns]) {
-  const int V = args.problem.head_dim_v;
   if (part.place != 0 || part.column >= V) return;
-  if (args.o.quads) {
-    with_type(args.o.dtype, [&](auto type) { store_quad<type.value>(row + byte_offset(type.value, part.column), o); });
+  if (x.quads) {
+    with_type(x.dtype, [&](auto type) { store_quad<type.value>(row + byte_offset(type.value, part.column), o); });
   } else {
-    const int64_t stride = args.o.strides[3];
-    scatter_quad(row, args.o.dtype, part.column * stride, stride, V - part.column, o);
+    const int64_t stride = x.strides[3];
+    scatter_quad(row, x.dtype, part.column * stride, stride, V - part.column, o);
   }
-}
-
-// Slots outside the tensor are skipped like -1: the host cannot refuse them.
-__device__ __forceinline__ int64_t slot_of(const RecurrentArgs& args, int64_t sequence) {
-  if (!args.state_indices.present()) return sequence;
-  const int64_t slot =
-      load_integer(args.state_indices.data, args.state_indices.dtype, sequence * args.state_indices.strides[0]);
-  return slot < args.slots ? slot : -1;
 }
 
 // Where a state is written to, if anywhere. By value: a pointer to one of two kernel arguments would turn their fields
@@ -467,20 +240,19 @@ __device__ __forceinline__ StatePlace chunk_place(const RecurrentArgs& args, con
 }
 
 // All tokens of one sequence for the block's columns. The state is written in one place of the code, which its compile
-// time asks for. With one token per sequence, which the host can see (kOne), nothing is read ahead. `turn` counts
-// tokens.
-template <int kPlaces, bool kOne>
-__device__ __forceinline__ void run_part(const RecurrentArgs& args, const Part& part, Exchange<kPlaces> (&exchange)[2],
+// time asks for. `turn` counts tokens: two exchanges serve in turn, nobody is further ahead than one barrier.
+template <int kPlaces>
+__device__ __forceinline__ void run_part(const RecurrentArgs& args, const Part& part, Exchange<kPlaces> (&exchanges)[2],
                                          int& turn) {
   const DeltaRuleDeviceProblem& p = args.problem;
   const int K = p.head_dim_k, V = p.head_dim_v;
-  const SequenceSpan span = kOne ? SequenceSpan{part.sequence, 0, 1} : sequence_at(p.sequences, part.sequence);
-  const int64_t slot = slot_of(args, part.sequence);
+  const SequenceSpan span = sequence_at(p.sequences, part.sequence);
+  const int64_t slot = slot_of(args.slots, part.sequence);
   Rows rows = rows_at(args, part, span);
   const int64_t o_step = byte_offset(args.o.dtype, args.o.strides[1]);
   if (slot < 0) {
     const float zeros[kColumns] = {};
-    for (int64_t t = 0; t < span.length; ++t, rows.o += o_step) store_output(args, part, rows.o, zeros);
+    for (int64_t t = 0; t < span.length; ++t, rows.o += o_step) store_output(args.o, part, V, rows.o, zeros);
     return;
   }
   if (args.in_place && span.length == 0) return;
@@ -492,76 +264,64 @@ __device__ __forceinline__ void run_part(const RecurrentArgs& args, const Part& 
     const int64_t* strides = args.initial_state.outer_strides;
     load_state<kPlaces>(args.initial_state, slot * strides[0] + part.head * strides[1], part, K, V, S);
   }
-  const GateParameters parameters = load_gate_parameters<kPlaces>(p, part);
+  const GateParameters parameters = decode(p, load_gate_parameters<kPlaces>(p, part));
 
   for (int64_t t = 0;; ++t, rows.o += o_step) {
     const bool last = t == span.length;
-    if (last || (!kOne && args.chunk_states.present() && t % args.chunked.chunk_size == 0)) {
+    if (last || (args.chunk_states.present() && t % args.chunked.chunk_size == 0)) {
       const StatePlace place = last ? final_place(args, part, slot) : chunk_place(args, part, span.batch, t);
       if (place.exists) store_state<kPlaces>(place.states, place.offset, part, K, V, S);
     }
     if (last) return;
     Token token;
     decode_token(p, parameters, raw, token);
-    if (!kOne && t + 1 < span.length) {
+    if (t + 1 < span.length) {
       next_inputs(p, rows);
       load_token<kPlaces>(p, part, rows, raw);
     }
-    float o[kColumns];
-    advance<kPlaces>(p, token, exchange[turn++ % 2], S, o);
-    store_output(args, part, rows.o, o);
-  }
-}
-
-template <int kPlaces>
-inline constexpr int kThreads = kPlaces* kColumnLanes;
-
-// What is known of one token needs 128 registers, for 16 warps on a multiprocessor; reading ahead needs more.
-template <int kPlaces, bool kOne>
-inline constexpr int kBlocks = kOne || kPlaces == 32 ? 512 / kThreads<kPlaces> : 384 / kThreads<kPlaces>;
-
-// Blocks (columns, head, sequence): neighbours in time read neighbours in memory. A grid with fewer heads or sequences
-// than there are goes round.
-template <int kPlaces, bool kOne>
-__global__ void __launch_bounds__(kThreads<kPlaces>, kBlocks<kPlaces, kOne>)
-    recurrent_kernel(const __grid_constant__ RecurrentArgs args) {
-  __shared__ Exchange<kPlaces> exchange[2];
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  Part part;
-  part.column = blockIdx.x * kColumnsOfBlock + lane % kColumnLanes * kColumns;
-  part.place = kKeyLanes * warp + lane / kColumnLanes;
-  int turn = 0;
-  for (part.sequence = blockIdx.z; part.sequence < args.problem.sequences.count; part.sequence += gridDim.z) {
-    for (part.head = blockIdx.y; part.head < args.problem.num_value_heads; part.head += gridDim.y) {
-      run_part<kPlaces, kOne>(args, part, exchange, turn);
+    Exchange<kPlaces>& exchange = exchanges[turn++ % 2];
+    send_sums<kPlaces>(p, token, S, exchange);
+    __syncthreads();
+    float u[kColumns];
+    receive_u<kPlaces>(p, token, exchange, u);
+    update(token, u, S);
+    if (has_output()) {
+      float o[kColumns];
+      receive_output<kPlaces>(p, u, exchange, o);
+      store_output(args.o, part, V, rows.o, o);
     }
   }
 }
 
+// The warps on a multiprocessor: 12, or 16 where a block alone has eight.
 template <int kPlaces>
-void launch_recurrent(const RecurrentArgs& args, const Context& context) {
-  constexpr int64_t kMostBlocks = 65535;  // along y and z
-  const DeltaRuleDeviceProblem& p = args.problem;
-  const LaunchShape shape{dim3(static_cast<unsigned>((p.head_dim_v + kColumnsOfBlock - 1) / kColumnsOfBlock),
-                               static_cast<unsigned>(std::min<int64_t>(p.num_value_heads, kMostBlocks)),
-                               static_cast<unsigned>(std::min(p.sequences.count, kMostBlocks))),
-                          kThreads<kPlaces>};
-  if (p.sequences.offsets == nullptr && p.sequences.tokens == 1 && !args.chunk_states.present()) {
-    launch<recurrent_kernel<kPlaces, true>>("delta_rule recurrent", context, shape, args);
-  } else {
-    launch<recurrent_kernel<kPlaces, false>>("delta_rule recurrent", context, shape, args);
+inline constexpr int kBlocks = (kPlaces == 32 ? 512 : 384) / kThreads<kPlaces>;
+
+// Blocks (columns, head, sequence): neighbours in time read neighbours in memory. A grid with fewer heads or sequences
+// than there are goes round.
+template <int kPlaces>
+__global__ void __launch_bounds__(kThreads<kPlaces>, kBlocks<kPlaces>)
+    recurrent_kernel(const __grid_constant__ RecurrentArgs args) {
+  __shared__ Exchange<kPlaces> exchanges[2];
+  Part part = part_of_thread();
+  int turn = 0;
+  for (part.sequence = blockIdx.z; part.sequence < args.problem.sequences.count; part.sequence += gridDim.z) {
+    for (part.head = blockIdx.y; part.head < args.problem.num_value_heads; part.head += gridDim.y) {
+      run_part<kPlaces>(args, part, exchanges, turn);
+    }
   }
 }
 
 void run(const RecurrentArgs& args, const Context& context) {
-  const int K = args.problem.head_dim_k;
-  if (K <= 64) {
-    launch_recurrent<8>(args, context);
-  } else if (K <= 128) {
-    launch_recurrent<16>(args, context);
-  } else {
-    launch_recurrent<32>(args, context);
-  }
+  constexpr int64_t kMostBlocks = 65535;  // along y and z
+  const DeltaRuleDeviceProblem& p = args.problem;
+  with_places(p.head_dim_k, [&]<int kPlaces>() {
+    const LaunchShape shape{dim3(static_cast<unsigned>((p.head_dim_v + kColumnsOfBlock - 1) / kColumnsOfBlock),
+                                 static_cast<unsigned>(std::min<int64_t>(p.num_value_heads, kMostBlocks)),
+                                 static_cast<unsigned>(std::min(p.sequences.count, kMostBlocks))),
+                            kThreads<kPlaces>};
+    launch<recurrent_kernel<kPlaces>>("delta_rule recurrent", context, shape, args);
+  });
 }
 
 }  // namespace
@@ -602,9 +362,13 @@ void recurrent_step(const DeltaRuleStepProblem& problem, const Context& context)
   args.o = device_tensor(step.o);
   args.initial_state = args.final_state = device_states(step.state, step.options.state_v_first);
   args.in_place = true;
-  args.state_indices = device_tensor(step.state_indices);
-  args.slots = step.state.shape[0];
-  run(args, context);
+  args.slots = {device_tensor(step.state_indices), step.state.shape[0]};
+  const OneToken one{args.problem, args.o, args.initial_state, args.slots};
+  if (is_one_token_in_quads(one)) {
+    one_token_step(one, context);
+  } else {
+    run(args, context);
+  }
 }
 
 }  // namespace fastweight::cuda
