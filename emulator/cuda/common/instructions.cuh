@@ -201,7 +201,6 @@ T* settled(T* pointer) {
 
 inline void wait_for_previous_kernels() { emulator::wait_for_previous_kernels(); }
 inline void let_next_kernel_start() {}
-inline void prefetch(const void*) {}
 
 inline float exp2_approx(float x) {
   const float y = std::exp2(x);

@@ -132,12 +132,6 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// Asks for the line of global memory around `address` to be in the L2 cache soon. Reads nothing, so it may precede
-// wait_for_previous_kernels.
-__device__ __forceinline__ void prefetch(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
-}
-
 // 2^x by the special function unit, relative error below 2^-22; 0 far below.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
