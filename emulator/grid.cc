@@ -22,6 +22,7 @@ namespace {
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr size_t kSharedBytes = 256 * 1024;  // more than any device has
 constexpr unsigned char kPoison = 0xff;      // a NaN in every floating-point type
+constexpr size_t kBarriers = 16;
 
 enum class State { kReady, kTogether, kAtBarrier, kLeft };
 
@@ -36,6 +37,7 @@ struct Fiber {
   const char* waits_for = "";
   WarpOperation operation = nullptr;
   void* mine = nullptr;
+  size_t barrier = 0;  // where it stands
 
   bool waited = false;  // for the kernels before this one
 
@@ -70,6 +72,7 @@ class Block {
     }
     while (fibers_.size() < threads) fibers_.push_back(std::make_unique<Fiber>());
     prepare_shared(grid.shared_bytes);
+    for (Barrier& barrier : barriers_) barrier = {};
     for (size_t i = 0; i < threads; ++i) {
       fibers_[i]->state = State::kReady;
       fibers_[i]->waited = false;
@@ -80,16 +83,23 @@ class Block {
     backwards_ = (index.x + index.y + index.z) % 2 == 1;
     for (bool left = false; !left;) {
       for (size_t i = 0; i < warps; ++i) run_warp(backwards_ ? warps - 1 - i : i);
-      left = true;
-      for (size_t i = 0; i < threads; ++i) {
-        if (fibers_[i]->state != State::kAtBarrier) continue;
-        fibers_[i]->state = State::kReady;
-        left = false;
-      }
+      left = !open_barriers(threads);
     }
   }
 
   Fiber& current() { return *fibers_[current_]; }
+
+  // Of the running thread. Barrier 0 is for all that have not left, whatever `threads` says.
+  void arrive(int id, int threads) {
+    Barrier& barrier = barriers_[id];
+    const auto expected = static_cast<size_t>(threads);
+    if (id > 0 && barrier.arrived > 0) {
+      if (barrier.expected != expected) fail("threads disagree about the size of barrier %d", id);
+      if (barrier.arrived == expected) fail("too many threads at barrier %d", id);
+    }
+    barrier.expected = expected;
+    ++barrier.arrived;
+  }
 
   void stop(State state) {
     Fiber& fiber = current();
@@ -119,6 +129,31 @@ class Block {
   }
 
  private:
+  struct Barrier {
+    size_t arrived = 0, expected = 0;
+  };
+
+  // Lets the threads at complete barriers go on; false when all threads have left.
+  bool open_barriers(size_t threads) {
+    size_t left = 0;
+    for (size_t i = 0; i < threads; ++i) left += fibers_[i]->state == State::kLeft;
+    if (left == threads) return false;
+    barriers_[0].expected = threads - left;
+    bool any = false;
+    for (size_t id = 0; id < kBarriers; ++id) {
+      Barrier& barrier = barriers_[id];
+      if (barrier.arrived == 0 || barrier.arrived != barrier.expected) continue;
+      barrier = {};
+      for (size_t i = 0; i < threads; ++i) {
+        if (fibers_[i]->state != State::kAtBarrier || fibers_[i]->barrier != id) continue;
+        fibers_[i]->state = State::kReady;
+        any = true;
+      }
+    }
+    if (!any) fail("all threads wait at barriers, %zu of %zu at number 0", barriers_[0].arrived, threads - left);
+    return true;
+  }
+
   void prepare_shared(size_t bytes) {
     if (arena_ == nullptr) {
       const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -131,7 +166,7 @@ class Block {
     std::memset(shared_, kPoison, rounded);
   }
 
-  // Until every lane has left or stands at the block's barrier.
+  // Until every lane has left or stands at a barrier.
   void run_warp(size_t warp) {
     for (;;) {
       for (size_t i = 0; i < kLanes; ++i) {
@@ -197,6 +232,7 @@ class Block {
   const Grid* grid_ = nullptr;
   const std::function<void()>* body_ = nullptr;
   std::vector<std::unique_ptr<Fiber>> fibers_;
+  Barrier barriers_[kBarriers];
   bool backwards_ = false;  // the order of warps and lanes
   size_t current_ = 0;
   jmp_buf scheduler_;
@@ -237,7 +273,16 @@ void together(const char* name, WarpOperation operation, void* mine) {
   Block::instance().stop(State::kTogether);
 }
 
-void block_barrier() { Block::instance().stop(State::kAtBarrier); }
+void block_barrier() { part_barrier(0, 0); }
+
+void part_barrier(int id, int threads) {
+  Block& block = Block::instance();
+  block.arrive(id, threads);
+  block.current().barrier = static_cast<size_t>(id);
+  block.stop(State::kAtBarrier);
+}
+
+void arrive_at_part_barrier(int id, int threads) { Block::instance().arrive(id, threads); }
 
 void wait_for_previous_kernels() { Block::instance().current().waited = true; }
 

@@ -145,6 +145,42 @@ inline void ldmatrix_transposed(uint32_t address, uint32_t (&m)[4]) {
       &mine);
 }
 
+namespace emulated {
+
+struct MatrixStore {
+  uint32_t address;
+  const uint32_t* m;
+};
+
+// The two places of a lane's pairs: elements (row, column) and (row, column + 1), or (row + 1, column) of the
+// transposed.
+template <bool kTransposed>
+void store_matrices(void* const* lanes) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int i = 0; i < 4; ++i) {
+      for (int half = 0; half < 2; ++half) {
+        const int along = lane % 4 * 2 + half, across = lane / 4;
+        const int row = kTransposed ? along : across, column = kTransposed ? across : along;
+        const uint32_t address = static_cast<const MatrixStore*>(lanes[8 * i + row])->address;
+        static_cast<uint16_t*>(emulator::shared_pointer(address, 16))[column] =
+            static_cast<uint16_t>(static_cast<const MatrixStore*>(lanes[lane])->m[i] >> (16 * half));
+      }
+    }
+  }
+}
+
+}  // namespace emulated
+
+inline void stmatrix(uint32_t address, const uint32_t (&m)[4]) {
+  emulated::MatrixStore mine{address, m};
+  emulator::together("stmatrix", emulated::store_matrices<false>, &mine);
+}
+
+inline void stmatrix_transposed(uint32_t address, const uint32_t (&m)[4]) {
+  emulated::MatrixStore mine{address, m};
+  emulator::together("stmatrix.trans", emulated::store_matrices<true>, &mine);
+}
+
 inline uint32_t transpose_8x8(uint32_t pair) {
   struct Transpose {
     uint32_t in, out;
@@ -195,12 +231,23 @@ void wait_copies() {
 }
 
 template <class T>
-T* settled(T* pointer) {
-  return pointer;
+T settled(T value) {
+  return value;
 }
 
 inline void wait_for_previous_kernels() { emulator::wait_for_previous_kernels(); }
 inline void let_next_kernel_start() {}
+
+template <int kId>
+void part_barrier(int threads) {
+  static_assert(kId >= 1 && kId <= 15);
+  emulator::part_barrier(kId, threads);
+}
+template <int kId>
+void arrive_at_part_barrier(int threads) {
+  static_assert(kId >= 1 && kId <= 15);
+  emulator::arrive_at_part_barrier(kId, threads);
+}
 
 inline float exp2_approx(float x) {
   const float y = std::exp2(x);

@@ -51,6 +51,31 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t pair) {
   return result;
 }
 
+// The ways back of ldmatrix and ldmatrix_transposed.
+__device__ __forceinline__ void stmatrix(uint32_t address, const uint32_t (&m)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]), "r"(m[1]),
+               "r"(m[2]), "r"(m[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t row = __shfl_sync(0xffffffffu, address, 8 * i + lane / 4);
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + 4 * (lane % 4)), "r"(m[i]) : "memory");
+  }
+#endif
+}
+__device__ __forceinline__ void stmatrix_transposed(uint32_t address, const uint32_t (&m)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]),
+               "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+#else
+  stmatrix(address, {transpose_8x8(m[0]), transpose_8x8(m[1]), transpose_8x8(m[2]), transpose_8x8(m[3])});
+#endif
+}
+
 // c += a b
 template <DType kType>
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -114,6 +139,13 @@ __device__ __forceinline__ T* settled(T* pointer) {
   return pointer;
 }
 
+// The same number, without its history: what is computed from it is computed where it is needed, not before a loop and
+// kept.
+__device__ __forceinline__ int settled(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // For kernels launched with LaunchShape::overlaps, from sm_90 on; without effect elsewhere. Such a kernel may start
 // while the kernels before it on the stream still run. It returns when they have completed and what they wrote can be
 // seen. Every thread calls it, before it touches global memory for the first time: then who waits for this kernel has
@@ -130,6 +162,19 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
+}
+
+// A barrier like __syncthreads for a part of the block: `threads` threads in whole warps, all of which name kId, 1 to
+// 15. Those that arrive do not wait for the others.
+template <int kId>
+__device__ __forceinline__ void part_barrier(int threads) {
+  static_assert(kId >= 1 && kId <= 15);
+  asm volatile("bar.sync %0, %1;" ::"n"(kId), "r"(threads) : "memory");
+}
+template <int kId>
+__device__ __forceinline__ void arrive_at_part_barrier(int threads) {
+  static_assert(kId >= 1 && kId <= 15);
+  asm volatile("bar.arrive %0, %1;" ::"n"(kId), "r"(threads) : "memory");
 }
 
 // 2^x by the special function unit, relative error below 2^-22; 0 far below.

@@ -58,6 +58,9 @@ struct SharedTile {
   __device__ __forceinline__ void load_a(int row, int m, int lane, uint32_t (&a)[4]) const {
     ldmatrix(address(row + lane % 16, 2 * m + lane / 16), a);
   }
+  __device__ __forceinline__ void store_a(int row, int m, int lane, const uint32_t (&a)[4]) const {
+    stmatrix(address(row + lane % 16, 2 * m + lane / 16), a);
+  }
   // B fragments of the transposed tile: inner index along the columns [16 m, 16 m + 16), n along the rows [row, row +
   // 16). Registers 0, 1: the first eight rows; 2, 3: the others.
   __device__ __forceinline__ void load_b(int row, int m, int lane, uint32_t (&b)[4]) const {
@@ -71,6 +74,9 @@ struct SharedTile {
   // 8 of [16 m, 16 m + 16) for the first eight rows, 2 and 3 for the others.
   __device__ __forceinline__ void load_c_transposed(int row, int m, int lane, uint32_t (&c)[4]) const {
     ldmatrix_transposed(address(row + lane / 16 * 8 + lane % 8, 2 * m + lane / 8 % 2), c);
+  }
+  __device__ __forceinline__ void store_c_transposed(int row, int m, int lane, const uint32_t (&c)[4]) const {
+    stmatrix_transposed(address(row + lane / 16 * 8 + lane % 8, 2 * m + lane / 8 % 2), c);
   }
 };
 

@@ -43,4 +43,36 @@ __device__ __forceinline__ void load_tile(const SharedTile<kColumns>& tile, cons
   }
 }
 
+// The same for rows that begin at `start`, by thread `thread` of kThreads. Steps of a multiple of eight rows leave the
+// order of segments alone: copies then differ by constants.
+template <int kRows, int kThreads, int kColumns>
+__device__ __forceinline__ void load_rows(const SharedTile<kColumns>& tile, const DeviceTensor& x,
+                                          const uint16_t* start, int rows, int first, int width, bool vectors,
+                                          int thread) {
+  constexpr int kSegments = SharedTile<kColumns>::kSegments, kStep = kThreads / kSegments;
+  static_assert(kRows % kStep == 0);
+  const int segment = thread % kSegments, top = thread / kSegments, column = first + segment * 8;
+  if (vectors) {
+    const uint16_t* from = start + top * x.strides[1] + column;
+    const int count = column < width ? rows : 0;
+#pragma unroll
+    for (int i = 0; i < kRows; i += kStep, from += kStep * x.strides[1]) {
+      const bool valid = top + i < count;
+      copy_async(tile.address(top + i, segment), valid ? from : start, valid);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int row = top; row < kRows; row += kStep) {
+    const uint16_t* from = start + row * x.strides[1];
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const uint32_t element = row < rows && column + e < width ? from[(column + e) * x.strides[3]] : 0;
+      words[e / 2] |= element << (e % 2 * 16);
+    }
+    *reinterpret_cast<uint4*>(tile.segment(row, segment)) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
 }  // namespace fastweight::cuda

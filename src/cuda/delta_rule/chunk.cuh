@@ -1,18 +1,18 @@
 // The chunk form on tensor cores, in two steps: the factors of every chunk, all chunks at once (chunk_factors.cu,
-// chunk_factors_channels.cu), then the scan over the chunks of each sequence (chunk_fwd.cu). This is the form with
+// chunk_factors_channels.cu), then the scan over the chunks of each sequence (chunk_fwd.cuh). This is the form with
 // 16-bit operands; chunk_fp32.cuh has the one with the accuracy of fp32.
 //
 // For one chunk with start state S (gamma_i the running sum of log decays, E = exp, rows i, j < L):
 //
 //     A_ij = beta_i (k_i . k_j) E(gamma_i - gamma_j)  (i > j)        T = (I + A)^-1
 //     P_ij = scale (q_i . k_j) E(gamma_i - gamma_j)   (i >= j)
-//     N    = T (beta (v - E(gamma) k S))                             what the chunk writes
+//     N    = (T beta) (v - E(gamma) k S)                             what the chunk writes
 //     o    = scale E(gamma) q S + P N
 //     S'   = E(gamma_L) S + (E(gamma_L - gamma) k)^T N
 //
 // A chunk has options.chunk_size tokens and stands in tiles of 64 rows; rows beyond its tokens are neutral: q = k = v =
 // beta = 0 and decay 1, so A and P are 0 and T is the identity there. The rounding to 16 bits is that of the operands
-// of products: q, k, v, T, P, N, beta (v - ..) and S. Decays, A, its inversion and all sums are fp32.
+// of products: q, k, v, T beta, P, N, v - .. and S. Decays, A, its inversion and all sums are fp32.
 #pragma once
 
 #include "cuda/common/elements.cuh"
@@ -27,22 +27,22 @@
 namespace fastweight::cuda {
 
 inline constexpr int kChunkRows = 64;
-inline constexpr int kColumnsOfV = 128;  // of a tile of v
 
 // What the scan needs of every (chunk, value head), in scratch memory. One decay per head: the norms of q and k and the
 // decays are numbers per token. One per channel: they are inside three copies of the keys.
 struct ChunkFactors {
-  uint16_t* T = nullptr;     // [chunks][HV][64][64]
+  uint16_t* T = nullptr;     // [chunks][HV][64][64]: T beta
   uint16_t* P = nullptr;     // [chunks][HV][64][64]
-  float* token = nullptr;    // [chunks][HV][4][64], by TokenFactor
+  float* token = nullptr;    // per head [chunks][HV][3][64], by TokenFactor
   float* total = nullptr;    // [chunks][HV][total_width]: exp(gamma_L), per channel or once
   uint16_t* keys = nullptr;  // per channel [chunks][HV][3][64][padded K]: k E(gamma), scale q E(gamma), k E(gamma_L -
                              // gamma)
   int total_width = 4;       // padded K per channel, else 4 of which the first counts
 };
 
-// The factor of token i on: v_i; the read k_i S; the read q_i S; the write N_i.
-enum TokenFactor { kOnValue, kOnKeyRead, kOnQueryRead, kOnWrite };
+// The factor of token i on: the read k_i S; the read q_i S; the write N_i; and in fp32, where T has no beta, v_i.
+enum TokenFactor { kOnKeyRead, kOnQueryRead, kOnWrite, kOnValue };
+inline constexpr int kTokenFactors = 3;
 
 struct ChunkArgs {
   DeltaRuleDeviceProblem problem;
@@ -60,29 +60,37 @@ struct ChunkArgs {
 // T and P are lower triangular. Blocks of 16 above the diagonal are neither written nor read.
 __device__ __forceinline__ bool above_diagonal(int row, int segment) { return segment / 2 > row / 16; }
 
-__device__ __forceinline__ void copy_lower(const SharedTile<kChunkRows>& tile, const uint16_t* source) {
-  constexpr int kSegments = SharedTile<kChunkRows>::kSegments;
-  const int segment = threadIdx.x % kSegments, step = blockDim.x / kSegments;
-  for (int row = threadIdx.x / kSegments; row < kChunkRows; row += step) {
-    if (above_diagonal(row, segment)) continue;
-    copy_async(tile.address(row, segment), source + row * kChunkRows + segment * 8, true);
+// Copies by thread `thread` of kThreads; the caller commits them.
+template <int kThreads>
+__device__ __forceinline__ void copy_lower(const SharedTile<kChunkRows>& tile, const uint16_t* source, int thread) {
+  constexpr int kSegments = SharedTile<kChunkRows>::kSegments, kStep = kThreads / kSegments;
+  const int segment = thread % kSegments, top = thread / kSegments;
+  source += top * kChunkRows + segment * 8;
+#pragma unroll
+  for (int i = 0; i < kChunkRows; i += kStep) {
+    if (above_diagonal(top + i, segment)) continue;
+    copy_async(tile.address(top + i, segment), source + i * kChunkRows, true);
   }
 }
 
 // A tile that lies densely in scratch memory.
-template <int kColumns>
-__device__ __forceinline__ void copy_tile(const SharedTile<kColumns>& tile, const uint16_t* source) {
-  constexpr int kSegments = SharedTile<kColumns>::kSegments;
-  const int segment = threadIdx.x % kSegments, step = blockDim.x / kSegments;
-  for (int row = threadIdx.x / kSegments; row < kChunkRows; row += step) {
-    copy_async(tile.address(row, segment), source + row * kColumns + segment * 8, true);
+template <int kThreads, int kColumns>
+__device__ __forceinline__ void copy_tile(const SharedTile<kColumns>& tile, const uint16_t* source, int thread) {
+  constexpr int kSegments = SharedTile<kColumns>::kSegments, kStep = kThreads / kSegments;
+  const int segment = thread % kSegments, top = thread / kSegments;
+  source += top * kColumns + segment * 8;
+#pragma unroll
+  for (int i = 0; i < kChunkRows; i += kStep) {
+    copy_async(tile.address(top + i, segment), source + i * kColumns, true);
   }
 }
 
 // Dense numbers, in pieces of 16 bytes.
-__device__ __forceinline__ void copy_floats(float* destination, const float* source, int count) {
-  for (int at = threadIdx.x * 4; at < count; at += blockDim.x * 4)
+__device__ __forceinline__ void copy_floats(float* destination, const float* source, int count, int thread,
+                                            int threads) {
+  for (int at = thread * 4; at < count; at += threads * 4) {
     copy_async(shared_address(destination + at), source + at, true);
+  }
 }
 
 // log2 of a decay. Below 2^-149 there is no positive float; the bound keeps sums of the logarithms small.
@@ -95,6 +103,15 @@ __device__ __forceinline__ float chunk_beta(const DeltaRuleDeviceProblem& p, con
   if (row >= span.length) return 0.0f;
   if (!p.beta.present()) return 1.0f;
   return beta_of(p, load_float(p.beta.data, p.beta.dtype, row_offset(p.beta, span.batch, span.begin + row, head)));
+}
+
+// The rows of q or k of a chunk; the caller commits the copies.
+template <int kThreads, int kK>
+__device__ __forceinline__ void load_keys(const ChunkArgs& args, const DeviceTensor& x, const ChunkSpan& span, int head,
+                                          const SharedTile<kK>& tile) {
+  const auto* start = static_cast<const uint16_t*>(x.data) + row_offset(x, span.batch, span.begin, head);
+  load_rows<kChunkRows, kThreads>(tile, x, start, static_cast<int>(span.length), 0, args.problem.head_dim_k,
+                                  args.vector_keys, static_cast<int>(threadIdx.x));
 }
 
 // 1 / sqrt(sum x^2 + eps) of the tile's rows, each by kLanes neighbouring lanes; all 1 unless the option asks.
@@ -118,18 +135,22 @@ __device__ __forceinline__ void row_norms(const SharedTile<kColumns>& tile, bool
 
 inline constexpr int kPitchOfA = kPitchOfA64, kPitchOfT = kPitchOfT64;
 
-// T to dense 16-bit rows in global memory.
-template <DType kType>
-__device__ __forceinline__ void store_lower(const float* T, uint16_t* destination) {
-  for (int at = threadIdx.x; at < kChunkRows * kChunkRows / 8; at += blockDim.x) {
-    if (above_diagonal(at / 8, at % 8)) continue;
-    const float* x = T + at / 8 * kPitchOfT + at % 8 * 8;
-    uint4 words;
-    words.x = pack<kType>(x[0], x[1]);
-    words.y = pack<kType>(x[2], x[3]);
-    words.z = pack<kType>(x[4], x[5]);
-    words.w = pack<kType>(x[6], x[7]);
-    reinterpret_cast<uint4*>(destination)[at] = words;
+// T beta to dense 16-bit rows in global memory.
+template <DType kType, int kThreads>
+__device__ __forceinline__ void store_lower(const float* T, const float* beta, uint16_t* destination) {
+  const int segment = threadIdx.x % 8;
+  float factor[8];
+#pragma unroll
+  for (int e = 0; e < 8; ++e) factor[e] = beta[8 * segment + e];
+#pragma unroll
+  for (int i = 0; i < kChunkRows; i += kThreads / 8) {
+    const int row = i + static_cast<int>(threadIdx.x) / 8;
+    if (above_diagonal(row, segment)) continue;
+    const float* x = T + row * kPitchOfT + segment * 8;
+    uint32_t words[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) words[e] = pack<kType>(factor[2 * e] * x[2 * e], factor[2 * e + 1] * x[2 * e + 1]);
+    reinterpret_cast<uint4*>(destination)[row * 8 + segment] = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
@@ -142,17 +163,26 @@ void launch_chunk_factors_channels(const ChunkArgs& args, int padded_k, const Co
 size_t chunk_factors_bytes(int padded_k);
 size_t chunk_factors_channels_bytes(int padded_k);
 
+// The scan, in one launch. For bf16 and fp16, a file each.
+template <DType kType>
+void launch_scan(const ChunkArgs& args, int padded_k, bool per_channel, const Context& context);
+
+// Calls body.template operator()<kK>() for a padded K.
+template <int... kPaddedK, class Body>
+void with_padded_k(int padded_k, const Body& body) {
+  (void)((padded_k == kPaddedK ? (body.template operator()<kPaddedK>(), true) : false) || ...);
+}
+
 // Calls body.template operator()<kType, kK>() for the element type and padded K of a problem.
 template <int... kPaddedK, class Body>
 void with_tile(DType dtype, int padded_k, const Body& body) {
-  const auto with_type = [&]<DType kType>() {
-    (void)((padded_k == kPaddedK ? (body.template operator()<kType, kPaddedK>(), true) : false) || ...);
-  };
-  if (dtype == DType::kBF16) {
-    with_type.template operator()<DType::kBF16>();
-  } else {
-    with_type.template operator()<DType::kF16>();
-  }
+  with_padded_k<kPaddedK...>(padded_k, [&]<int kK>() {
+    if (dtype == DType::kBF16) {
+      body.template operator()<DType::kBF16, kK>();
+    } else {
+      body.template operator()<DType::kF16, kK>();
+    }
+  });
 }
 
 }  // namespace fastweight::cuda

@@ -1,7 +1,7 @@
 // The factors of the chunk form with no decay or one per head. See chunk.cuh for the equations.
 //
 // One block of four warps per (chunk, value head). q and k stay as they are: their norms and the decays go into A, P
-// and four numbers per token. Each warp makes 16 rows of A and P, only the blocks on and below the diagonal.
+// and three numbers per token. Each warp makes 16 rows of A and P, only the blocks on and below the diagonal.
 #include <algorithm>
 
 #include "cuda/common/launch.h"
@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
+// For K = 128 the memory of six blocks fits a multiprocessor of Hopper, whose warps hide each other's latencies.
 template <int kK>
 struct Shared {
   union {
@@ -19,9 +20,11 @@ struct Shared {
       alignas(128) uint16_t k[kChunkRows * kK];
       alignas(128) uint16_t q[kChunkRows * kK];
     };
-    alignas(16) float T[kChunkRows * kPitchOfT];  // once A and P are made
+    struct {  // once q and k have been read
+      alignas(16) float A[kChunkRows * kPitchOfA];
+      alignas(16) float T[kChunkRows * kPitchOfT];
+    };
   };
-  alignas(16) float A[kChunkRows * kPitchOfA];
   float gamma[kChunkRows];  // log2, running sums
   float beta[kChunkRows];
   float rstd_k[kChunkRows], rstd_q[kChunkRows];
@@ -73,10 +76,9 @@ __device__ __forceinline__ void gram_rows(const SharedTile<kK>& x, const SharedT
   }
 }
 
-template <DType kType, int kK>
-__device__ __forceinline__ void make_A(Shared<kK>& s, int warp, int lane) {
-  float c[8][4];
-  gram_rows<kType, kK>({s.k}, {s.k}, warp, lane, c);
+// From rows [16 warp, +16) of k k^T.
+template <int kK>
+__device__ __forceinline__ void make_A(Shared<kK>& s, int warp, int lane, const float (&c)[8][4]) {
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     if (n / 2 > warp) continue;
@@ -117,15 +119,15 @@ __device__ __forceinline__ void store_token_factors(const Shared<kK>& s, float s
   if (i >= kChunkRows) return;
   const float read = exp2_approx(s.gamma[i]);
   const float last = s.gamma[kChunkRows - 1];
-  token[kOnValue * kChunkRows + i] = s.beta[i];
-  token[kOnKeyRead * kChunkRows + i] = s.beta[i] * read * s.rstd_k[i];
+  token[kOnKeyRead * kChunkRows + i] = read * s.rstd_k[i];
   token[kOnQueryRead * kChunkRows + i] = scale * read * s.rstd_q[i];
   token[kOnWrite * kChunkRows + i] = exp2_approx(last - s.gamma[i]) * s.rstd_k[i];
   if (i < 4) total[i] = exp2_approx(last);
 }
 
 template <DType kType, int kK>
-__global__ void __launch_bounds__(kThreads) factors_kernel(const __grid_constant__ ChunkArgs args) {
+__global__ void __launch_bounds__(kThreads, 6) factors_kernel(const __grid_constant__ ChunkArgs args) {
+  wait_for_previous_kernels();
   auto& s = dynamic_shared<Shared<kK>>();
   const DeltaRuleDeviceProblem& p = args.problem;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -135,11 +137,9 @@ __global__ void __launch_bounds__(kThreads) factors_kernel(const __grid_constant
     const int head = static_cast<int>(item - chunk * p.num_value_heads);
     const ChunkSpan span = chunk_at(args.chunked, chunk);
     if (span.sequence < 0) return;  // chunks are numbered without gaps: none follows
-    const int rows = static_cast<int>(span.length), key_head = head / p.group;
-    load_tile<kChunkRows, kK>({s.k}, p.k, row_offset(p.k, span.batch, span.begin, key_head), rows, 0, p.head_dim_k,
-                              args.vector_keys);
-    load_tile<kChunkRows, kK>({s.q}, p.q, row_offset(p.q, span.batch, span.begin, key_head), rows, 0, p.head_dim_k,
-                              args.vector_keys);
+    const int key_head = head / p.group;
+    load_keys<kThreads, kK>(args, p.k, span, key_head, {s.k});
+    load_keys<kThreads, kK>(args, p.q, span, key_head, {s.q});
     commit_copies();
     if (warp == 0) sum_gates(p, span, head, lane, s.gamma);
     if (threadIdx.x >= kThreads - kChunkRows) {
@@ -151,13 +151,16 @@ __global__ void __launch_bounds__(kThreads) factors_kernel(const __grid_constant
     row_norms<kType, 2, kK>({s.k}, p.qk_l2norm, s.rstd_k);
     row_norms<kType, 2, kK>({s.q}, p.qk_l2norm, s.rstd_q);
     __syncthreads();
-    make_A<kType>(s, warp, lane);
     make_P<kType>(s, p.scale, 3 - warp, lane, args.factors.P + item * kChunkRows * kChunkRows);
+    float c[8][4];
+    gram_rows<kType, kK>({s.k}, {s.k}, warp, lane, c);
+    __syncthreads();
+    make_A(s, warp, lane, c);
     __syncthreads();
     invert_unit_lower(s.A, s.T, warp, lane);
     __syncthreads();
-    store_lower<kType>(s.T, args.factors.T + item * kChunkRows * kChunkRows);
-    store_token_factors(s, p.scale, args.factors.token + item * 4 * kChunkRows,
+    store_lower<kType, kThreads>(s.T, s.beta, args.factors.T + item * kChunkRows * kChunkRows);
+    store_token_factors(s, p.scale, args.factors.token + item * kTokenFactors * kChunkRows,
                         args.factors.total + item * args.factors.total_width);
     __syncthreads();  // before the next item overwrites the tiles
   }
@@ -175,7 +178,7 @@ void launch_chunk_factors(const ChunkArgs& args, int padded_k, const Context& co
   const int64_t items = args.num_chunks * args.problem.num_value_heads;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, 1 << 30));
   with_tile<64, 128, 256>(args.problem.k.dtype, padded_k, [&]<DType kType, int kK>() {
-    launch<factors_kernel<kType, kK>>("delta_rule chunk factors", context, {blocks, kThreads, sizeof(Shared<kK>)},
+    launch<factors_kernel<kType, kK>>("delta_rule chunk factors", context, {blocks, kThreads, sizeof(Shared<kK>), true},
                                       args);
   });
 }

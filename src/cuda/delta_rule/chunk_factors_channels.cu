@@ -280,16 +280,10 @@ __device__ __forceinline__ void make_tiles(Shared<kK>& s, float scale, int warp,
   }
 }
 
-// What the scan multiplies tokens by: beta alone, the rest is in the keys.
-__device__ __forceinline__ void store_token_factors(const float* beta, float* token) {
-  const int i = threadIdx.x % kChunkRows, factor = threadIdx.x / kChunkRows;
-  static_assert(kThreads == 4 * kChunkRows);
-  token[threadIdx.x] = factor == kOnValue || factor == kOnKeyRead ? beta[i] : 1.0f;
-}
-
 template <DType kType, int kK>
 __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
     channel_factors_kernel(const __grid_constant__ ChunkArgs args) {
+  wait_for_previous_kernels();
   auto& s = dynamic_shared<Shared<kK>>();
   const DeltaRuleDeviceProblem& p = args.problem;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -299,11 +293,9 @@ __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
     const int head = static_cast<int>(item - chunk * p.num_value_heads);
     const ChunkSpan span = chunk_at(args.chunked, chunk);
     if (span.sequence < 0) return;  // chunks are numbered without gaps: none follows
-    const int rows = static_cast<int>(span.length), key_head = head / p.group;
-    load_tile<kChunkRows, kK>({s.k}, p.k, row_offset(p.k, span.batch, span.begin, key_head), rows, 0, p.head_dim_k,
-                              args.vector_keys);
-    load_tile<kChunkRows, kK>({s.q}, p.q, row_offset(p.q, span.batch, span.begin, key_head), rows, 0, p.head_dim_k,
-                              args.vector_keys);
+    const int key_head = head / p.group;
+    load_keys<kThreads, kK>(args, p.k, span, key_head, {s.k});
+    load_keys<kThreads, kK>(args, p.q, span, key_head, {s.q});
     commit_copies();
     load_decays<kK>(p, span, head, s.decay);
     if (threadIdx.x < kTiles) s.strong[threadIdx.x] = false;
@@ -319,13 +311,12 @@ __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
     if (warp < kTiles && s.strong[warp]) diagonal<kType>(s, p.scale, warp, lane, P);
     __syncthreads();
     scale_rows<kType>(args, item, s);
-    store_token_factors(s.beta, args.factors.token + item * 4 * kChunkRows);
     __syncthreads();
     make_tiles<kType>(s, p.scale, warp, lane, P);
     __syncthreads();
     invert_unit_lower(s.A, s.T, warp, lane);
     __syncthreads();
-    store_lower<kType>(s.T, args.factors.T + item * kChunkRows * kChunkRows);
+    store_lower<kType, kThreads>(s.T, s.beta, args.factors.T + item * kChunkRows * kChunkRows);
     __syncthreads();  // before the next item overwrites the tiles
   }
 }
@@ -343,7 +334,7 @@ void launch_chunk_factors_channels(const ChunkArgs& args, int padded_k, const Co
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, 1 << 30));
   with_tile<64, 128, 256>(args.problem.k.dtype, padded_k, [&]<DType kType, int kK>() {
     launch<channel_factors_kernel<kType, kK>>("delta_rule chunk factors per channel", context,
-                                              {blocks, kThreads, sizeof(Shared<kK>)}, args);
+                                              {blocks, kThreads, sizeof(Shared<kK>), true}, args);
   });
 }
 

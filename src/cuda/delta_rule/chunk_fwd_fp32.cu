@@ -78,8 +78,9 @@ __device__ __forceinline__ void load_stage(const TileArgs& args, const ScanPart&
   }
   copy_lower(stage.T, args.factors.T + item * kSquare);
   copy_lower(stage.P, args.factors.P + item * kSquare);
-  copy_floats(stage.token, args.factors.token + item * 4 * kTileRows, 4 * kTileRows);
-  copy_floats(stage.total, args.factors.total + item * args.factors.total_width, args.factors.total_width);
+  copy_floats(stage.token, args.factors.token + item * 4 * kTileRows, 4 * kTileRows, threadIdx.x, blockDim.x);
+  copy_floats(stage.total, args.factors.total + item * args.factors.total_width, args.factors.total_width, threadIdx.x,
+              blockDim.x);
 }
 
 // The warp's columns of the rows of a tile, in a [B, T, HV, V] tensor.
@@ -294,32 +295,12 @@ __device__ __forceinline__ void advance(const TileArgs& args, const SequenceSpan
   write_state(stage, left, lane, S);
 }
 
-// Where a state is written to, if anywhere.
-struct StatePlace {
-  DeviceStates states;
-  int64_t offset;
-  bool exists;
-};
-
-__device__ __forceinline__ StatePlace final_place(const TileArgs& args, const ScanPart& part) {
-  return {args.final_state, state_offset(args.final_state, part), args.final_state.present()};
-}
-
-// The state before a tile of the sequence.
-__device__ __forceinline__ StatePlace chunk_place(const TileArgs& args, const ScanPart& part, int64_t batch,
-                                                  int64_t tile) {
-  const DeviceStates& states = args.chunk_states;
-  const int64_t chunk = first_chunk_of(args.chunked, part.sequence) + tile * kTileRows / args.chunked.chunk_size;
-  const int64_t* strides = states.outer_strides;
-  return {states, batch * strides[0] + chunk * strides[1] + part.head * strides[2], chunk < args.state_chunks};
-}
-
 // The state is written in one place of the code, which its compile time asks for.
 template <int kK, bool kPerChannel>
 __device__ __forceinline__ void run_part(const TileArgs& args, const ScanPart& part, Stage<kK, kPerChannel>* stage) {
   const DeltaRuleDeviceProblem& p = args.problem;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int K = p.head_dim_k, V = p.head_dim_v, column = part.column + kColumnsOfWarp * warp;
+  const int K = p.head_dim_k, V = p.head_dim_v, column = part.column + kTileColumns * warp;
   const SequenceSpan span = sequence_at(p.sequences, part.sequence);
   // Offsets out of order may claim more tiles than there is scratch memory for.
   const int64_t tiles = max(min(chunks_of(span.length, kTileRows), args.num_tiles - part.first_chunk), int64_t{0});
@@ -333,7 +314,8 @@ __device__ __forceinline__ void run_part(const TileArgs& args, const ScanPart& p
   for (int64_t c = 0;; ++c) {
     const bool last = c == tiles;
     if (last || (args.chunk_states.present() && c * kTileRows % args.chunked.chunk_size == 0)) {
-      const StatePlace place = last ? final_place(args, part) : chunk_place(args, part, span.batch, c);
+      const StatePlace place =
+          last ? final_place(args, part) : chunk_place(args, part, span.batch, c * kTileRows / args.chunked.chunk_size);
       if (place.exists) store_state<kK>(place.states, place.offset, column, K, V, lane, S);
     }
     if (last) return;
@@ -351,10 +333,10 @@ template <int kK, bool kPerChannel>
 __global__ void __launch_bounds__(kMostWarps* kWarpSize, kK == 64    ? 4
                                                          : kK == 128 ? 3
                                                                      : 2)
-    tile_scan_kernel(const __grid_constant__ TileArgs args, int ranges, int64_t parts) {
+    tile_scan_kernel(const __grid_constant__ TileArgs args, int columns, int64_t parts) {
   auto* stage = &dynamic_shared<Stage<kK, kPerChannel>>();
   for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
-    run_part<kK, kPerChannel>(args, scan_part_at(args.problem, args.tiles, at, ranges), stage);
+    run_part<kK, kPerChannel>(args, scan_part_at(args.problem, args.tiles, at, columns), stage);
     __syncthreads();  // before the next part's first copies
   }
 }
@@ -362,7 +344,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize, kK == 64    ? 4
 // Warps of a block: as many as share their operands, or half of them where the busiest multiprocessor then has less.
 int warps_of_block(int64_t rows, int64_t head_dim_v, int multiprocessors) {
   const auto warps_of_busiest = [&](int warps) {
-    const int64_t columns = warps * kColumnsOfWarp, blocks = rows * ((head_dim_v + columns - 1) / columns);
+    const int64_t columns = warps * kTileColumns, blocks = rows * ((head_dim_v + columns - 1) / columns);
     return (blocks + multiprocessors - 1) / multiprocessors * warps;
   };
   return warps_of_busiest(kMostWarps / 2) < warps_of_busiest(kMostWarps) ? kMostWarps / 2 : kMostWarps;
@@ -374,11 +356,11 @@ void launch_scan(const TileArgs& args, const Context& context) {
   const int64_t rows = p.sequences.count * p.num_value_heads;
   const int warps =
       warps_of_block(rows, p.head_dim_v, device_attribute(cudaDevAttrMultiProcessorCount, context.device.index));
-  const int columns = warps * kColumnsOfWarp, ranges = (p.head_dim_v + columns - 1) / columns;
+  const int columns = warps * kTileColumns, ranges = (p.head_dim_v + columns - 1) / columns;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(rows * ranges, 1 << 30));
   launch<tile_scan_kernel<kK, kPerChannel>>(
       "delta_rule chunk in fp32", context,
-      {blocks, static_cast<unsigned>(warps * kWarpSize), 2 * sizeof(Stage<kK, kPerChannel>)}, args, ranges,
+      {blocks, static_cast<unsigned>(warps * kWarpSize), 2 * sizeof(Stage<kK, kPerChannel>)}, args, columns,
       rows * ranges);
 }
 

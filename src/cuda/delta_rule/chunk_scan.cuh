@@ -11,10 +11,10 @@
 
 namespace fastweight::cuda {
 
-// Value columns of a warp: the rows of its mma tiles.
-inline constexpr int kColumnsOfWarp = 16;
+// Value columns are the rows of mma tiles.
+inline constexpr int kTileColumns = 16;
 
-// The work of a block: 16 columns per warp of one value head of one sequence.
+// The work of a block: a range of columns of one value head of one sequence.
 struct ScanPart {
   int64_t sequence;
   int head, key_head;
@@ -22,12 +22,13 @@ struct ScanPart {
   int64_t first_chunk;  // of the sequence, in the order of all chunks
 };
 
-// Parts run over (sequence, value head, range of columns), the last fastest.
+// Parts run over (sequence, value head, range of `columns` columns), the last fastest.
 __device__ __forceinline__ ScanPart scan_part_at(const DeltaRuleDeviceProblem& problem, const ChunkedSequences& chunked,
-                                                 int64_t at, int ranges) {
+                                                 int64_t at, int columns) {
   ScanPart part;
+  const int ranges = (problem.head_dim_v + columns - 1) / columns;
   const int64_t row = at / ranges;
-  part.column = static_cast<int>(at - row * ranges) * static_cast<int>(blockDim.x / kWarpSize) * kColumnsOfWarp;
+  part.column = static_cast<int>(at - row * ranges) * columns;
   part.sequence = row / problem.num_value_heads;
   part.head = static_cast<int>(row - part.sequence * problem.num_value_heads);
   part.key_head = part.head / problem.group;
@@ -57,6 +58,28 @@ __device__ __forceinline__ void for_each_element(const DeviceStates& states, int
 // Of the [N, HV] states of the sequences.
 __device__ __forceinline__ int64_t state_offset(const DeviceStates& states, const ScanPart& part) {
   return part.sequence * states.outer_strides[0] + part.head * states.outer_strides[1];
+}
+
+// Where a state is written to, if anywhere.
+struct StatePlace {
+  DeviceStates states;
+  int64_t offset;
+  bool exists;
+};
+
+template <class Args>
+__device__ __forceinline__ StatePlace final_place(const Args& args, const ScanPart& part) {
+  return {args.final_state, state_offset(args.final_state, part), args.final_state.present()};
+}
+
+// The state before a chunk of the sequence.
+template <class Args>
+__device__ __forceinline__ StatePlace chunk_place(const Args& args, const ScanPart& part, int64_t batch,
+                                                  int64_t position) {
+  const int64_t chunk = first_chunk_of(args.chunked, part.sequence) + position;
+  const int64_t* strides = args.chunk_states.outer_strides;
+  return {args.chunk_states, batch * strides[0] + chunk * strides[1] + part.head * strides[2],
+          chunk < args.state_chunks};
 }
 
 template <int kK>
