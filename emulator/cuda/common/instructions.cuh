@@ -238,6 +238,8 @@ T settled(T value) {
 inline void wait_for_previous_kernels() { emulator::wait_for_previous_kernels(); }
 inline void let_next_kernel_start() {}
 
+inline void prefetch(const void*) {}
+
 template <int kId>
 void part_barrier(int threads) {
   static_assert(kId >= 1 && kId <= 15);
@@ -252,6 +254,11 @@ void arrive_at_part_barrier(int threads) {
 inline float exp2_approx(float x) {
   const float y = std::exp2(x);
   return y < 1.17549435e-38f ? 0.0f : y;
+}
+
+inline float rsqrt_approx(float x) {
+  constexpr float kLeast = 1.17549435e-38f;
+  return 1.0f / std::sqrt(std::fabs(x) < kLeast ? std::copysign(0.0f, x) : x);
 }
 
 inline float reciprocal_approx(float x) {

@@ -164,6 +164,9 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// Asks the L2 cache for the line of an address of global memory. Has no effect that a program could see.
+__device__ __forceinline__ void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+
 // A barrier like __syncthreads for a part of the block: `threads` threads in whole warps, all of which name kId, 1 to
 // 15. Those that arrive do not wait for the others.
 template <int kId>
@@ -181,6 +184,13 @@ __device__ __forceinline__ void arrive_at_part_barrier(int threads) {
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / sqrt(x) by the special function unit, relative error below 2^-22; infinity for x below 2^-126.
+__device__ __forceinline__ float rsqrt_approx(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -7,15 +7,17 @@
 namespace fastweight::cuda {
 
 // Columns [first, first + kColumns) of `rows` rows of a [B, T, H, width] tensor of 16-bit elements into a tile of kRows
-// rows; zeros elsewhere. Vector copies are asynchronous: the caller commits them and waits.
+// rows; zeros elsewhere. Vector copies are asynchronous: the caller commits them and waits. Thread `thread` of `threads`
+// does its part.
 template <int kRows, int kColumns>
 __device__ __forceinline__ void load_tile(const SharedTile<kColumns>& tile, const DeviceTensor& x, int64_t offset,
-                                          int rows, int first, int width, bool vectors) {
+                                          int rows, int first, int width, bool vectors, unsigned thread = threadIdx.x,
+                                          unsigned threads = blockDim.x) {
   constexpr int kSegments = SharedTile<kColumns>::kSegments;
-  const int segment = threadIdx.x % kSegments, step = blockDim.x / kSegments;
+  const int segment = thread % kSegments, step = threads / kSegments;
   const int column = first + segment * 8;
   const int64_t row_stride = x.strides[1];
-  int row = threadIdx.x / kSegments;
+  int row = thread / kSegments;
   const auto* start = static_cast<const uint16_t*>(x.data) + offset;
   const uint16_t* from = start + row * row_stride;
   if (vectors) {

@@ -13,7 +13,7 @@ std::string declines_chunk_forward(const TttLinearForwardProblem& problem) {
   if (dtype != DType::kBF16 && dtype != DType::kF16) return "q, k and v must be bf16 or fp16";
   size_t bytes = 0;
   with_shape(problem.sizes.head_dim, problem.args.options.mini_batch,
-             [&]<int kD, int kC>() { bytes = shared_bytes<kD, kC>(kFewestStages); });
+             [&]<int kD, int kC>() { bytes = least_shared_bytes<kD, kC>(); });
   return lacks_shared_memory(bytes, problem.args.in.q.device.index);
 }
 
