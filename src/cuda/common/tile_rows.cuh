@@ -7,8 +7,8 @@
 namespace fastweight::cuda {
 
 // Columns [first, first + kColumns) of `rows` rows of a [B, T, H, width] tensor of 16-bit elements into a tile of kRows
-// rows; zeros elsewhere. Vector copies are asynchronous: the caller commits them and waits. Thread `thread` of `threads`
-// does its part.
+// rows; zeros elsewhere. Vector copies are asynchronous: the caller commits them and waits. Thread `thread` of
+// `threads` does its part.
 template <int kRows, int kColumns>
 __device__ __forceinline__ void load_tile(const SharedTile<kColumns>& tile, const DeviceTensor& x, int64_t offset,
                                           int rows, int first, int width, bool vectors, unsigned thread = threadIdx.x,

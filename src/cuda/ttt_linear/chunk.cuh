@@ -63,19 +63,23 @@ struct Sums {
   }
 };
 
-// Of chunk_fwd_chain.cuh.
+// Of chunk_fwd_chain.cuh. What two warps with the same columns hand to each other of one mini-batch, a lane to the
+// same lane: the state in 16 bits, its bias and n^T in fragments, and w (b - v + k) of rows g and g + 8.
+template <int kD>
+struct Handover {
+  uint4 h[kD / 16][kWarpSize];
+  float4 c[4];
+  uint4 n[kWarpSize];
+  float4 residuals[2][kWarpSize];
+};
+
 template <int kD>
 struct ChainShared {
-  static constexpr int kStages = kD == 64 ? 6 : 4, kWarps = kD / kWarpColumns;
+  static constexpr int kStages = kD == 64 ? 6 : 4;
 
   Stage<kD, kTileRows> stages[kStages];
   Sums<kD, kTileRows> sums;
-  // Of each column warp, in its fragments' layout, for mini-batches of even and odd number: the state in 16 bits, n^T,
-  // the state bias, and w (b - v + k) of rows g and g + 8.
-  uint4 h[2][kWarps][kD / 16][kWarpSize];
-  uint4 n[2][kWarps][kWarpSize];
-  float4 c[2][kWarps][4];
-  float4 residuals[2][2][kWarps][kWarpSize];
+  Handover<kD> handover[2][kD / kWarpColumns];  // of mini-batches of even and odd number
 };
 
 // Of chunk_fwd_tiles.cuh; stages follow it.

@@ -8,15 +8,19 @@
 namespace fastweight::cuda::ttt {
 namespace {
 
-// Brings one mini-batch after the other, by `threads` threads of which this is number `thread`. Rows are copied in
-// pieces of 16 bytes that never see a register where the layout allows it. Step sizes pass through registers: they are
-// loaded a mini-batch before they are stored, out of the L2 cache that was asked for them earlier, and decoded only
-// then.
-template <int kD, int kC>
+// Brings one mini-batch after the other, by `threads` threads of which this is number `thread`; kThreads where that is
+// known, or 0. Rows are copied in pieces of 16 bytes that never see a register where the layout allows it. Step sizes
+// pass through registers: they are loaded a mini-batch before they are stored, out of the L2 cache that was asked for
+// them earlier, and decoded only then.
+template <int kD, int kC, int kThreads = 0>
 class Feed {
  public:
   __device__ Feed(const ChunkArgs& args, const SequenceSpan& span, int head, int thread, int threads)
-      : args_(args), thread_(thread), threads_(threads), row_(thread / kSegments), segment_(thread % kSegments) {
+      : args_(args),
+        thread_(thread),
+        threads_(kThreads > 0 ? kThreads : threads),
+        row_(thread / kSegments),
+        segment_(thread % kSegments) {
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
       const DeviceTensor& x = tensor(i);
@@ -33,17 +37,18 @@ class Feed {
   __device__ __forceinline__ void next(int64_t left, Stage<kD, kC>& stage) {
     if (left <= 0) return;
     const int rows = static_cast<int>(min(left, int64_t{kC})), D = args_.problem.head_dim;
+    if (args_.vectors) {
+      copy_rows(rows, stage);
+    } else {
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      const DeviceTensor& x = tensor(i);
-      if (args_.vectors) {
-        copy_rows(x, rows_[i], rows, {stage.rows[i]});
-      } else {
+      for (int i = 0; i < 3; ++i) {
+        const DeviceTensor& x = tensor(i);
         load_tile<kC, kD>({stage.rows[i]}, x, rows_[i] - static_cast<const uint16_t*>(x.data), rows, 0, D, false,
                           thread_, threads_);
       }
-      rows_[i] += kC * x.strides[1];
     }
+#pragma unroll
+    for (int i = 0; i < 3; ++i) rows_[i] += kC * tensor(i).strides[1];
     store_eta(stage.eta);
     eta_ += byte_offset(args_.problem.eta.dtype, kC * args_.problem.eta.strides[1]);
     load_eta(left - kC);
@@ -58,13 +63,16 @@ class Feed {
     return i == 0 ? args_.problem.q : i == 1 ? args_.problem.k : args_.problem.v;
   }
 
-  __device__ __forceinline__ void copy_rows(const DeviceTensor& x, const uint16_t* from, int rows,
-                                            const SharedTile<kD>& tile) const {
+  __device__ __forceinline__ void copy_rows(int rows, Stage<kD, kC>& stage) const {
     const bool exists = 8 * segment_ < args_.problem.head_dim;
     const int step = threads_ / kSegments;
-    for (int row = row_; row < kC; row += step, from += step * x.strides[1]) {
-      const bool valid = exists && row < rows;
-      copy_async(tile.address(row, segment_), valid ? from : x.data, valid);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const uint16_t* from = rows_[i];
+      for (int row = row_; row < kC; row += step, from += step * tensor(i).strides[1]) {
+        copy_async(SharedTile<kD>{stage.rows[i]}.address(row, segment_), from, exists && row < rows);
+        if (kThreads / kSegments >= kC) break;
+      }
     }
   }
 

@@ -1,4 +1,4 @@
-// Forward by mini-batches: what it takes, and the launch. The kernel: chunk_fwd.cuh.
+// Forward by mini-batches: what it takes, and the launch. The kernels: chunk.cuh.
 #include <string>
 
 #include "cuda/common/launch.h"

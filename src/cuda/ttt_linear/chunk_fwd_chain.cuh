@@ -19,65 +19,79 @@
 namespace fastweight::cuda::ttt {
 namespace {
 
+// On a multiprocessor at a time.
+template <int kD>
+constexpr int kBlocks = kD == 64 ? 2 : 1;
+
 template <int kD>
 __device__ __forceinline__ int next_stage(int s) {
   return s + 1 == ChainShared<kD>::kStages ? 0 : s + 1;
+}
+
+template <class T>
+__device__ __forceinline__ void swap(T& a, T& b) {
+  const T kept = a;
+  a = b;
+  b = kept;
 }
 
 template <DType kType, int kD, bool kFull>
 __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceSpan& span, int64_t sequence, int head,
                                           const Lane& at, int threads, ChainShared<kD>& shared) {
   constexpr int kSteps = kD / 16;
-  constexpr bool kEarly = kD == 64;  // the right operands wait in registers for n
+  constexpr bool kEarly = kD == 64;  // registers for the operands long before their use
   constexpr float kUnit = kGradientUnit<kType>;
   const DeviceProblem& p = args.problem;
   const Columns<kFull> columns(p, head, at);
   State<kD> state;
   state.load(args, sequence, head, at);
-  int s = 0, parity = 0;
+  int s = 0;
+  Handover<kD>*partner = &shared.handover[0][at.warp], *next_partner = &shared.handover[1][at.warp];
   uint32_t k_rows[kSteps][4], k_columns[kSteps][4];  // left operands of k h, right ones of n^T k
-  Rows<kTileRows> z;
 
-  const auto load_rows = [&](int m) { shared.stages[s].k().load_a(0, m, at.lane, k_rows[m]); };
-  const auto load_columns = [&](int m) { shared.stages[s].k().load_b_transposed(0, m, at.lane, k_columns[m]); };
-
-  const auto early = [](const auto& load) {
+  uint32_t k = 0;  // where the fragments of stage s are
+  const auto load_rows = [&] {
+    k = first_fragment(shared.stages[s].k(), 0, at.lane);
     if constexpr (kEarly) {
 #pragma unroll
-      for (int m = 0; m < kSteps; ++m) load(m);
+      for (int m = 0; m < kSteps; ++m) ldmatrix(fragment(k, m), k_rows[m]);
     }
   };
 
-  // Before A.
+  // k h in two chains of products for half the time, and the state to the partner.
+  Rows<kTileRows> kh[2];
   const auto read_state = [&] {
-    Rows<kTileRows> sums[2] = {};  // two chains of products for half the time
+#pragma unroll
+    for (int i = 0; i < 16; ++i) kh[i / 8][0][i / 4 % 2][i % 4] = 0.0f;
 #pragma unroll
     for (int m = 0; m < kSteps; ++m) {
       uint32_t b[4];
       state.template operand<kType>(m, b);
-      if constexpr (!kEarly) load_rows(m);
-      mma<kType>(sums[m % 2][0][0], k_rows[m], b[0], b[1]);
-      mma<kType>(sums[m % 2][0][1], k_rows[m], b[2], b[3]);
-      shared.h[parity][at.warp][m][at.lane] = make_uint4(b[0], b[1], b[2], b[3]);
+      if constexpr (!kEarly) ldmatrix(fragment(k, m), k_rows[m]);
+      mma<kType>(kh[m % 2][0][0], k_rows[m], b[0], b[1]);
+      mma<kType>(kh[m % 2][0][1], k_rows[m], b[2], b[3]);
+      partner->h[m][at.lane] = make_uint4(b[0], b[1], b[2], b[3]);
     }
-    if (at.g == 0) shared.c[parity][at.warp][at.t] = make_float4(state.c[0], state.c[1], state.c[2], state.c[3]);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float sum = element<kTileRows>(sums[0], 0, i, e) + element<kTileRows>(sums[1], 0, i, e);
-        element<kTileRows>(z, 0, i, e) = sum + state.c[e];
-      }
-    }
-    put_statistics<kD, kTileRows>(z, columns, at, shared.sums.inner);
+    if (at.g == 0) partner->c[at.t] = make_float4(state.c[0], state.c[1], state.c[2], state.c[3]);
   };
 
   __syncthreads();  // mini-batch 0 has arrived
-  early(load_rows);
+  load_rows();
   read_state();
+  // The loop begins where everything waits for k h: what is stored and loaded before does not get in the way after.
   for (int64_t left = span.length; left > 0; left -= kTileRows) {
-    Stage<kD, kTileRows>& stage = shared.stages[s];
+    Rows<kTileRows> z;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float sum = element<kTileRows>(kh[0], 0, half, e) + element<kTileRows>(kh[1], 0, half, e);
+        element<kTileRows>(z, 0, half, e) = sum + state.c[e];
+      }
+    }
+    put_statistics<kD, kTileRows>(z, columns, at, shared.sums.inner);
     const int rows = static_cast<int>(min(left, int64_t{kTileRows}));
+    const float eta = shared.stages[s].eta[rows - 1] * kUnit;
     __syncthreads();  // A
 
     float x[2][4], y[2][4], r[2];
@@ -85,45 +99,49 @@ __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceS
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float2 norm = get_norm<kFull>(shared.sums.inner[at.row(0, half)], p);
-      const float4 four = shared.residuals[parity][half][at.warp][at.lane];
+      const float4 four = partner->residuals[half][at.lane];
       const float residual[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[half][e] = element<kTileRows>(z, 0, half, e);
       own[half] = inner_sums(norm, columns, residual, x[half], y[half]);
       r[half] = norm.y / kUnit;
     }
-    early(load_columns);
     put_sums<kD, kTileRows>(own, 0, at, shared.sums.gradient, [](int, float2 sum) { return sum; });
-    const float eta = stage.eta[rows - 1] * kUnit;
     part_barrier<1>(threads);  // B
 
+    float2 means[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) means[half] = get_means(shared.sums.gradient[at.row(0, half)], p);
+    if constexpr (kEarly) {
+#pragma unroll
+      for (int m = 0; m < kSteps; ++m) ldmatrix_transposed(fragment(k, m), k_columns[m]);
+    }
     Rows<kTileRows> n;
     float total[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float2 means = get_means(shared.sums.gradient[at.row(0, half)], p);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float value = inner_gradient(r[half], means, x[half][e], y[half][e]);
+        const float value = inner_gradient(r[half], means[half], x[half][e], y[half][e]);
         element<kTileRows>(n, 0, half, e) = value;
         total[e] = half == 0 ? value : total[e] + value;
       }
     }
-    uint32_t fragment[4];
-    transpose_gradients<kType>(n[0], 0, rows, columns, at, fragment);
-    const SharedTile<kD> k = shared.stages[s].k();
+    uint32_t n_operand[4];
+    transpose_gradients<kType>(n[0], 0, rows, columns, at, n_operand);
+    const uint32_t k_before = k;
     s = next_stage<kD>(s);
-    early(load_rows);
-    shared.n[parity][at.warp][at.lane] = make_uint4(fragment[0], fragment[1], fragment[2], fragment[3]);
-    parity ^= 1;
+    load_rows();
+    partner->n[at.lane] = make_uint4(n_operand[0], n_operand[1], n_operand[2], n_operand[3]);
+    swap(partner, next_partner);
     state.move_bias(eta, columns, total);
     // Products are summed apart from the state: tensor cores cut off what an addition does not keep.
 #pragma unroll
     for (int m = 0; m < kSteps; ++m) {
       float moves[2][4] = {};
-      if constexpr (!kEarly) k.load_b_transposed(0, m, at.lane, k_columns[m]);
-      mma<kType>(moves[0], fragment, k_columns[m][0], k_columns[m][1]);
-      mma<kType>(moves[1], fragment, k_columns[m][2], k_columns[m][3]);
+      if constexpr (!kEarly) ldmatrix_transposed(fragment(k_before, m), k_columns[m]);
+      mma<kType>(moves[0], n_operand, k_columns[m][0], k_columns[m][1]);
+      mma<kType>(moves[1], n_operand, k_columns[m][2], k_columns[m][3]);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -144,7 +162,7 @@ __device__ __forceinline__ void run_partner(const ChunkArgs& args, const Sequenc
                                             int threads, ChainShared<kD>& shared) {
   constexpr int kStages = ChainShared<kD>::kStages;
   const DeviceProblem& p = args.problem;
-  Feed<kD, kTileRows> feed(args, span, head, static_cast<int>(threadIdx.x) - threads, threads);
+  Feed<kD, kTileRows, kFull ? 2 * kD : 0> feed(args, span, head, static_cast<int>(threadIdx.x) - threads, threads);
 #pragma unroll 1
   for (int i = 0; i < kStages - 2; ++i) {
     feed.next(span.length - i * kTileRows, shared.stages[i]);
@@ -160,20 +178,20 @@ __device__ __forceinline__ void run_partner(const ChunkArgs& args, const Sequenc
   Rows<kTileRows> base = {};
   uint32_t P[4] = {};
   float eta[2] = {};
-  int s = 0, before = kStages - 1, free = kStages - 2, parity = 0;
-  for (int64_t left = span.length; left > -2 * kTileRows; left -= kTileRows, parity ^= 1) {
+  int s = 0, before = kStages - 1, free = kStages - 2;
+  Handover<kD>*chain = &shared.handover[0][at.warp], *chain_before = &shared.handover[1][at.warp];
+  for (int64_t left = span.length; left > -2 * kTileRows; left -= kTileRows) {
     feed.next(left - (kStages - 2) * kTileRows, shared.stages[free]);
     commit_copies();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float residual[4];
       residual_of<kType>(shared.stages[s], columns, at.row(0, half), at, residual);
-      shared.residuals[parity][half][at.warp][at.lane] =
-          make_float4(residual[0], residual[1], residual[2], residual[3]);
+      chain->residuals[half][at.lane] = make_float4(residual[0], residual[1], residual[2], residual[3]);
     }
 
     Rows<kTileRows> y = {};
-    const uint4 n = shared.n[parity][at.warp][at.lane];
+    const uint4 n = chain->n[at.lane];
     mma<kType>(y[0][0], P, n.x, n.z);
     mma<kType>(y[0][1], P, n.y, n.w);
 #pragma unroll
@@ -187,16 +205,17 @@ __device__ __forceinline__ void run_partner(const ChunkArgs& args, const Sequenc
     put_statistics<kD, kTileRows>(y, columns, at, shared.sums.outer);
 
     Stage<kD, kTileRows>& stage = shared.stages[before];
+    const uint32_t q = first_fragment(stage.q(), 0, at.lane);
     Rows<kTileRows> sums[2] = {};
 #pragma unroll
     for (int m = 0; m < kD / 16; ++m) {
       uint32_t a[4];
-      stage.q().load_a(0, m, at.lane, a);
-      const uint4 b = shared.h[parity ^ 1][at.warp][m][at.lane];
+      ldmatrix(fragment(q, m), a);
+      const uint4 b = chain_before->h[m][at.lane];
       mma<kType>(sums[m % 2][0][0], a, b.x, b.y);
       mma<kType>(sums[m % 2][0][1], a, b.z, b.w);
     }
-    const float4 four = shared.c[parity ^ 1][at.warp][at.t];
+    const float4 four = chain_before->c[at.t];
     const float c[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -221,6 +240,7 @@ __device__ __forceinline__ void run_partner(const ChunkArgs& args, const Sequenc
     free = before;
     before = s;
     s = next_stage<kD>(s);
+    swap(chain, chain_before);
     wait_copies<kStages - 3>();
     __syncthreads();  // A
   }
@@ -228,11 +248,12 @@ __device__ __forceinline__ void run_partner(const ChunkArgs& args, const Sequenc
 
 // The grid runs over (sequence, head), the last fastest; a smaller grid goes round.
 template <DType kType, int kD, bool kFull>
-__global__ void __launch_bounds__(4 * kD, 128 / kD)
+__global__ void __launch_bounds__(4 * kD, kBlocks<kD>)
     chain_kernel(const __grid_constant__ ChunkArgs args, int64_t parts) {
   auto& shared = dynamic_shared<ChainShared<kD>>();
   shared.sums.clear();
-  const int threads = static_cast<int>(blockDim.x) / 2, warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int threads = kFull ? 2 * kD : static_cast<int>(blockDim.x) / 2,
+            warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const bool partner = warp >= threads / kWarpSize;
   const Lane at(args.problem.head_dim, partner ? warp - threads / kWarpSize : warp);
   for (int64_t part = blockIdx.x; part < parts; part += gridDim.x) {

@@ -129,7 +129,8 @@ __device__ __forceinline__ void inner_gradients(Stage<kD, kC>& stage, const RowS
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float& n = element<kC>(x, tile, half, e);
-        n = inner_gradient(r, means[2 * tile + half], n, fmaf(columns.ww[e], n, residual[e]));
+        const float y = fmaf(columns.ww[e], n, residual[e]);
+        n = inner_gradient(r, means[2 * tile + half], n, y);
         total[e] += n;
       }
     }
@@ -252,7 +253,8 @@ __device__ __forceinline__ void run_part(const ChunkArgs& args, int64_t sequence
     inner_gradients<kType>(current, shared.sums.gradient, norms, p, columns, at, z, total);
     uint32_t n[kC / kTileRows][4];
 #pragma unroll
-    for (int tile = 0; tile < kC / kTileRows; ++tile) transpose_gradients<kType>(z[tile], tile, rows, columns, at, n[tile]);
+    for (int tile = 0; tile < kC / kTileRows; ++tile)
+      transpose_gradients<kType>(z[tile], tile, rows, columns, at, n[tile]);
     const float eta = current.eta[rows - 1] * kGradientUnit<kType>;
     read_outputs<kType, kD, kC>(current, P, n, state, p.scale, at, y);
     move_state<kType, kD, kC>(current, n, eta, at, state);
@@ -278,8 +280,8 @@ __global__ void __launch_bounds__(2 * kD)
   for (int64_t part = blockIdx.x; part < parts; part += gridDim.x) {
     const int64_t sequence = part / args.problem.num_heads;
     __syncthreads();  // the part before has been read
-    run_part<kType, kD, kC>(args, sequence, static_cast<int>(part - sequence * args.problem.num_heads), stages,
-                            shared, stage);
+    run_part<kType, kD, kC>(args, sequence, static_cast<int>(part - sequence * args.problem.num_heads), stages, shared,
+                            stage);
   }
 }
 

@@ -24,6 +24,19 @@ __device__ __forceinline__ float& element(Rows<kC>& x, int tile, int half, int e
   return x[tile][e / 2][2 * half + e % 2];
 }
 
+// Fragments of 16 columns [16 m, 16 m + 16) of rows [row, row + 16) of a tile: where a lane finds those of m = 0, as
+// left or (for products with the tile) right operand, and as right operand for products with the transposed tile; and
+// from there those of the others. Segments of 16 bytes are exchanged within 128 bytes, see SharedTile.
+template <int kD>
+__device__ __forceinline__ uint32_t first_fragment(const SharedTile<kD>& tile, int row, int lane) {
+  return tile.address(row + lane % 16, lane / 16);
+}
+template <int kD>
+__device__ __forceinline__ uint32_t first_transposed_fragment(const SharedTile<kD>& tile, int row, int lane) {
+  return tile.address(row + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+__device__ __forceinline__ uint32_t fragment(uint32_t first, int m) { return (first ^ m % 4 * 32) + m / 4 * 128; }
+
 // The position of a lane; `warp` numbers the 16 columns of its warp.
 struct Lane {
   int warp, lane, g, t;
@@ -66,8 +79,8 @@ __device__ __forceinline__ float sum_in_pairs(float (&x)[kCount]) {
   return x[0];
 }
 
-// What a lane knows of its columns: the layer norm's parameters and which of the columns exist; kFull: all do. For those
-// that do not, the parameters, the state and its bias are 0.
+// What a lane knows of its columns: the layer norm's parameters and which of the columns exist; kFull: all do. For
+// those that do not, the parameters, the state and its bias are 0.
 template <bool kFull>
 struct Columns {
   float w[4], b[4], ww[4];  // the last is w^2
@@ -110,7 +123,8 @@ struct Columns {
   uint32_t bits_[2];
 };
 
-// The state ------------------------------------------------------------------------------------------------------------
+// The state
+// ------------------------------------------------------------------------------------------------------------
 
 // h^T as C tiles [16 columns x 8 keys], in the order of columns that `Rows` asks for, and the lane's columns of c.
 template <int kD>
@@ -195,14 +209,15 @@ struct State {
   }
 };
 
-// Sums over rows -------------------------------------------------------------------------------------------------------
+// Sums over rows
+// -------------------------------------------------------------------------------------------------------
 
 // Puts the warp's sums of two numbers per row, which are in parts at the four lanes of a row: own[0] of token g and
 // own[1] of token g + 8 of a tile. finish(i, sums) makes of those of own[i] what is put.
 template <int kD, int kC, class Finish>
 __device__ __forceinline__ void put_sums(const float2 (&own)[2], int tile, const Lane& at, RowSums<kD, kC>& sums,
                                          const Finish& finish) {
-  const int half = at.t % 2;  // which the lane and its neighbour's neighbour finish
+  const int half = at.t % 2;
   float2 kept = half == 0 ? own[0] : own[1];
   const float2 sent = half == 0 ? own[1] : own[0];
   kept.x += __shfl_xor_sync(kAllLanes, sent.x, 1);
@@ -210,7 +225,8 @@ __device__ __forceinline__ void put_sums(const float2 (&own)[2], int tile, const
   kept.x += __shfl_xor_sync(kAllLanes, kept.x, 2);
   kept.y += __shfl_xor_sync(kAllLanes, kept.y, 2);
   const float2 put = finish(half, kept);
-  if (at.t < 2) sums[at.row(tile, half)][at.warp] = put;
+  // Two lanes have the same. That both write spares one tile a branch, and costs several tiles registers.
+  if (kC == kTileRows || at.t < 2) sums[at.row(tile, half)][at.warp] = put;
 }
 
 // The warp's share of the statistics of all rows: mean and variance of its columns. Both come from distances to the
@@ -229,13 +245,12 @@ __device__ __forceinline__ void put_statistics(Rows<kC>& x, const Columns<kFull>
       float d[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) d[e] = columns.masked(e, element<kC>(x, tile, half, e) - first[half]);
-      own[half] = make_float2((d[0] + d[1]) + (d[2] + d[3]),
-                              fmaf(d[0], d[0], d[1] * d[1]) + fmaf(d[2], d[2], d[3] * d[3]));
+      own[half] =
+          make_float2((d[0] + d[1]) + (d[2] + d[3]), fmaf(d[0], d[0], d[1] * d[1]) + fmaf(d[2], d[2], d[3] * d[3]));
     }
     put_sums<kD, kC>(own, tile, at, sums, [&](int i, float2 sum) {
       const float distance = columns.mean(sum.x);
-      return make_float2((i == 0 ? first[0] : first[1]) + distance,
-                         fmaf(-distance, distance, columns.mean(sum.y)));
+      return make_float2((i == 0 ? first[0] : first[1]) + distance, fmaf(-distance, distance, columns.mean(sum.y)));
     });
   }
 }
@@ -275,7 +290,8 @@ __device__ __forceinline__ float2 get_means(const float2 (&row)[kWarps], const D
   return make_float2(sum_in_pairs(x) * p.inverse_head_dim, sum_in_pairs(y) * p.inverse_head_dim);
 }
 
-// Inner gradients ------------------------------------------------------------------------------------------------------
+// Inner gradients
+// ------------------------------------------------------------------------------------------------------
 
 // The lane's four elements of a row of a tile.
 template <DType kType, int kD>
@@ -309,8 +325,7 @@ __device__ __forceinline__ float2 inner_sums(const float2& norm, const Columns<k
     x[e] = (x[e] - norm.x) * norm.y;
     y[e] = fmaf(columns.ww[e], x[e], residual[e]);
   }
-  return make_float2((y[0] + y[1]) + (y[2] + y[3]),
-                     fmaf(x[0], y[0], x[1] * y[1]) + fmaf(x[2], y[2], x[3] * y[3]));
+  return make_float2((y[0] + y[1]) + (y[2] + y[3]), fmaf(x[0], y[0], x[1] * y[1]) + fmaf(x[2], y[2], x[3] * y[3]));
 }
 
 // n = r (y - mean(y) - x mean(x y)), of which `means` are those of y and x y. In columns that do not exist it is
@@ -324,31 +339,33 @@ __device__ __forceinline__ float inner_gradient(float r, const float2& means, fl
 template <DType kType, bool kFull>
 __device__ __forceinline__ void transpose_gradients(const float (&n)[2][4], int tile, int rows,
                                                     const Columns<kFull>& columns, const Lane& at,
-                                                    uint32_t (&fragment)[4]) {
+                                                    uint32_t (&operand)[4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint32_t real = at.row(tile, half) < rows ? 0xffffffffu : 0;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const uint32_t pair = pack<kType>(n[m][2 * half], n[m][2 * half + 1]);
-      fragment[2 * half + m] = transpose_8x8(columns.masked_pair(m, pair) & real);
+      operand[2 * half + m] = transpose_8x8(columns.masked_pair(m, pair) & real);
     }
   }
 }
 
-// Outputs --------------------------------------------------------------------------------------------------------------
+// Outputs
+// --------------------------------------------------------------------------------------------------------------
 
 // Block (i, j) of P = lower(scale q k^T + 1) in 16 bits, as an A fragment.
 template <DType kType, int kD, int kC>
 __device__ __forceinline__ void block_of_p(Stage<kD, kC>& stage, int i, int j, float scale, const Lane& at,
-                                           uint32_t (&fragment)[4]) {
-  const SharedTile<kD> q = stage.q(), k = stage.k();
+                                           uint32_t (&operand)[4]) {
+  const uint32_t q = first_fragment(stage.q(), kTileRows * i, at.lane);
+  const uint32_t k = first_transposed_fragment(stage.k(), kTileRows * j, at.lane);
   float c[2][4] = {};
 #pragma unroll
   for (int m = 0; m < kD / 16; ++m) {
     uint32_t a[4], b[4];
-    q.load_a(kTileRows * i, m, at.lane, a);
-    k.load_b(kTileRows * j, m, at.lane, b);
+    ldmatrix(fragment(q, m), a);
+    ldmatrix(fragment(k, m), b);
     mma<kType>(c[0], a, b[0], b[1]);
     mma<kType>(c[1], a, b[2], b[3]);
   }
@@ -361,7 +378,7 @@ __device__ __forceinline__ void block_of_p(Stage<kD, kC>& stage, int i, int j, f
       c[n][r] = column <= at.row(i, r / 2) ? move : 0.0f;
     }
   }
-  pack_a<kType>(c[0], c[1], fragment);
+  pack_a<kType>(c[0], c[1], operand);
 }
 
 // o = y + w LN(y) + b for the first `count` rows in one type. `o` points to the lane's first column of the first row.
