@@ -40,7 +40,6 @@ __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceS
                                           const Lane& at, int threads, ChainShared<kD>& shared) {
   constexpr int kSteps = kD / 16;
   constexpr bool kEarly = kD == 64;  // registers for the operands long before their use
-  constexpr float kUnit = kGradientUnit<kType>;
   const DeviceProblem& p = args.problem;
   const Columns<kFull> columns(p, head, at);
   State<kD> state;
@@ -91,7 +90,7 @@ __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceS
     }
     put_statistics<kD, kTileRows>(z, columns, at, shared.sums.inner);
     const int rows = static_cast<int>(min(left, int64_t{kTileRows}));
-    const float eta = shared.stages[s].eta[rows - 1] * kUnit;
+    const float eta = shared.stages[s].eta[rows - 1];
     __syncthreads();  // A
 
     float x[2][4], y[2][4], r[2];
@@ -104,7 +103,7 @@ __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceS
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[half][e] = element<kTileRows>(z, 0, half, e);
       own[half] = inner_sums(norm, columns, residual, x[half], y[half]);
-      r[half] = norm.y / kUnit;
+      r[half] = norm.y;
     }
     put_sums<kD, kTileRows>(own, 0, at, shared.sums.gradient, [](int, float2 sum) { return sum; });
     part_barrier<1>(threads);  // B
@@ -146,7 +145,7 @@ __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceS
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          state.h[2 * m + half][i] = fmaf(-eta, moves[half][i], state.h[2 * m + half][i]);
+          state.h[2 * m + half][i] = fmaf(-eta * kGradientUnit<kType>, moves[half][i], state.h[2 * m + half][i]);
         }
       }
     }

@@ -108,7 +108,7 @@ __device__ __forceinline__ void put_inner_sums(Stage<kD, kC>& stage, const float
   }
 }
 
-// n in units in place of x; `total` is its sum over the rows of the lane.
+// n in place of x; `total` is its sum over the rows of the lane.
 template <DType kType, int kD, int kC>
 __device__ __forceinline__ void inner_gradients(Stage<kD, kC>& stage, const RowSums<kD, kC>& sums,
                                                 const float2 (&norms)[kC / 8], const DeviceProblem& p,
@@ -125,12 +125,11 @@ __device__ __forceinline__ void inner_gradients(Stage<kD, kC>& stage, const RowS
     for (int half = 0; half < 2; ++half) {
       float residual[4];
       residual_of<kType>(stage, columns, at.row(tile, half), at, residual);
-      const float r = norms[2 * tile + half].y / kGradientUnit<kType>;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float& n = element<kC>(x, tile, half, e);
         const float y = fmaf(columns.ww[e], n, residual[e]);
-        n = inner_gradient(r, means[2 * tile + half], n, y);
+        n = inner_gradient(norms[2 * tile + half].y, means[2 * tile + half], n, y);
         total[e] += n;
       }
     }
@@ -255,9 +254,9 @@ __device__ __forceinline__ void run_part(const ChunkArgs& args, int64_t sequence
 #pragma unroll
     for (int tile = 0; tile < kC / kTileRows; ++tile)
       transpose_gradients<kType>(z[tile], tile, rows, columns, at, n[tile]);
-    const float eta = current.eta[rows - 1] * kGradientUnit<kType>;
+    const float eta = current.eta[rows - 1];
     read_outputs<kType, kD, kC>(current, P, n, state, p.scale, at, y);
-    move_state<kType, kD, kC>(current, n, eta, at, state);
+    move_state<kType, kD, kC>(current, n, eta * kGradientUnit<kType>, at, state);
     state.move_bias(eta, columns, total);
   }
   if (span.length > 0) {

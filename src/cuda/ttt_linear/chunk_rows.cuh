@@ -334,8 +334,8 @@ __device__ __forceinline__ float inner_gradient(float r, const float2& means, fl
   return r * fmaf(-x, means.y, y - means.x);
 }
 
-// n^T of a tile in 16 bits: the fragment [16 columns x 16 tokens], 0 for extension rows and for columns that do not
-// exist. n is in units.
+// n^T of a tile in 16 bits: the fragment [16 columns x 16 tokens], in units, 0 for extension rows and for columns
+// that do not exist.
 template <DType kType, bool kFull>
 __device__ __forceinline__ void transpose_gradients(const float (&n)[2][4], int tile, int rows,
                                                     const Columns<kFull>& columns, const Lane& at,
@@ -345,7 +345,8 @@ __device__ __forceinline__ void transpose_gradients(const float (&n)[2][4], int 
     const uint32_t real = at.row(tile, half) < rows ? 0xffffffffu : 0;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      const uint32_t pair = pack<kType>(n[m][2 * half], n[m][2 * half + 1]);
+      constexpr float kUnits = 1.0f / kGradientUnit<kType>;
+      const uint32_t pair = pack<kType>(kUnits * n[m][2 * half], kUnits * n[m][2 * half + 1]);
       operand[2 * half + m] = transpose_8x8(columns.masked_pair(m, pair) & real);
     }
   }
