@@ -24,7 +24,7 @@ constexpr size_t kSharedBytes = 256 * 1024;  // more than any device has
 constexpr unsigned char kPoison = 0xff;      // a NaN in every floating-point type
 constexpr size_t kBarriers = 16;
 
-enum class State { kReady, kTogether, kAtBarrier, kLeft };
+enum class State { kReady, kPaused, kTogether, kAtBarrier, kLeft };
 
 struct Copy {
   void* to;
@@ -81,10 +81,8 @@ class Block {
     }
     const size_t warps = threads / kLanes;
     backwards_ = (index.x + index.y + index.z) % 2 == 1;
-    for (bool left = false; !left;) {
-      for (size_t i = 0; i < warps; ++i) run_warp(backwards_ ? warps - 1 - i : i);
-      left = !open_barriers(threads);
-    }
+    while (run_next_warp(warps)) open_barriers(threads);
+    report_waiting(threads);
   }
 
   Fiber& current() { return *fibers_[current_]; }
@@ -133,25 +131,44 @@ class Block {
     size_t arrived = 0, expected = 0;
   };
 
-  // Lets the threads at complete barriers go on; false when all threads have left.
-  bool open_barriers(size_t threads) {
+  // The first warp that can go on does, as far as it can: it gets ahead of the others by as much as barriers allow.
+  // False when none can.
+  bool run_next_warp(size_t warps) {
+    for (size_t i = 0; i < warps; ++i) {
+      const size_t warp = backwards_ ? warps - 1 - i : i;
+      bool can_go_on = false;
+      for (size_t lane = 0; lane < kLanes; ++lane) {
+        State& state = fibers_[warp * kLanes + lane]->state;
+        if (state == State::kPaused) state = State::kReady;
+        can_go_on = can_go_on || state == State::kReady;
+      }
+      if (!can_go_on) continue;
+      run_warp(warp);
+      return true;
+    }
+    return false;
+  }
+
+  // Lets the threads at complete barriers go on.
+  void open_barriers(size_t threads) {
     size_t left = 0;
     for (size_t i = 0; i < threads; ++i) left += fibers_[i]->state == State::kLeft;
-    if (left == threads) return false;
     barriers_[0].expected = threads - left;
-    bool any = false;
     for (size_t id = 0; id < kBarriers; ++id) {
       Barrier& barrier = barriers_[id];
       if (barrier.arrived == 0 || barrier.arrived != barrier.expected) continue;
       barrier = {};
       for (size_t i = 0; i < threads; ++i) {
-        if (fibers_[i]->state != State::kAtBarrier || fibers_[i]->barrier != id) continue;
-        fibers_[i]->state = State::kReady;
-        any = true;
+        if (fibers_[i]->state == State::kAtBarrier && fibers_[i]->barrier == id) fibers_[i]->state = State::kReady;
       }
     }
-    if (!any) fail("all threads wait at barriers, %zu of %zu at number 0", barriers_[0].arrived, threads - left);
-    return true;
+  }
+
+  void report_waiting(size_t threads) {
+    for (size_t i = 0; i < threads; ++i) {
+      if (fibers_[i]->state == State::kAtBarrier)
+        fail("thread %zu waits at barrier %zu forever", i, fibers_[i]->barrier);
+    }
   }
 
   void prepare_shared(size_t bytes) {
@@ -166,7 +183,7 @@ class Block {
     std::memset(shared_, kPoison, rounded);
   }
 
-  // Until every lane has left or stands at a barrier.
+  // Until every lane has left, pauses or stands at a barrier.
   void run_warp(size_t warp) {
     for (;;) {
       for (size_t i = 0; i < kLanes; ++i) {
@@ -282,7 +299,11 @@ void part_barrier(int id, int threads) {
   block.stop(State::kAtBarrier);
 }
 
-void arrive_at_part_barrier(int id, int threads) { Block::instance().arrive(id, threads); }
+// Those who waited may get ahead of the one that arrives.
+void arrive_at_part_barrier(int id, int threads) {
+  Block::instance().arrive(id, threads);
+  Block::instance().stop(State::kPaused);
+}
 
 void wait_for_previous_kernels() { Block::instance().current().waited = true; }
 

@@ -252,8 +252,11 @@ __device__ __forceinline__ void store_outputs(const ChunkArgs& args, const Share
 //     kStageReady    the output warps have copied the chunk's operands, and need S and N of the chunk before no more
 //     kStateReady    the state warps have written S of the chunk
 //     kWritesReady   the state warps have written N of the chunk, and need v no more
-//     kStageFree     the state warps need the chunk's operands no more; not after the last chunk
-enum { kStageReady = 1, kStateReady, kWritesReady, kStageFree };
+//     k..StageFree   the state warps need the chunk's operands no more; not after the last chunk
+//
+// The state warps cannot begin a chunk before the output warps have passed all barriers of the chunk before but the
+// last: of that one there are two, for even and for odd chunks.
+enum { kStageReady = 1, kStateReady, kWritesReady, kEvenStageFree, kOddStageFree };
 
 template <DType kType, int kK, bool kPerChannel, int kTiles, int kPairs>
 struct Scan {
@@ -307,7 +310,9 @@ struct Scan {
       finish_writes<kType, kTiles>(current, handover.N(), row, lane, X);
       arrive_at_part_barrier<kWritesReady>(kThreads);
       advance_state<kType, kTiles>(current, lane, X, S);
-      if (c + 1 < chunks) arrive_at_part_barrier<kStageFree>(kThreads);
+      if (c + 1 < chunks) {
+        c % 2 == 0 ? arrive_at_part_barrier<kEvenStageFree>(kThreads) : arrive_at_part_barrier<kOddStageFree>(kThreads);
+      }
     }
   }
 
@@ -323,7 +328,7 @@ struct Scan {
     for (int64_t c = 0; c < chunks; ++c, o += C * args.o.strides[1]) {
       Stage<kK, kPerChannel, kColumns>& current = stage_of(c);
       const bool more = c + 1 < chunks;
-      if (c > 0) part_barrier<kStageFree>(kThreads);
+      if (c > 0) c % 2 == 1 ? part_barrier<kEvenStageFree>(kThreads) : part_barrier<kOddStageFree>(kThreads);
       if (two_stages) {
         if (more) feed.next(stage_of(c + 1));
         commit_copies();
