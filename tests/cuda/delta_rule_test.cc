@@ -274,6 +274,19 @@ TEST_P(CudaDeltaRule, ManyBatchesAndHeads) {
   check_step(draw(one, 7));
 }
 
+// Along two of its dimensions a grid ends at 65535 blocks.
+TEST_P(CudaDeltaRule, MoreThan65535SequencesOrHeads) {
+  if (reduced()) GTEST_SKIP() << "a reduced run has no time for so many blocks";
+  for (const auto& [B, H] : std::vector<std::pair<int64_t, int64_t>>{{66000, 1}, {1, 66000}}) {
+    for (int64_t T : {1, 2}) {  // a step of one token has a kernel of its own
+      DeltaRuleSpec one = with_heads(spec(T, 4, 4), H, 1);
+      one.B = B;
+      check_step(draw(one, 17));
+      check_forward(draw(one, 18), true);
+    }
+  }
+}
+
 // A state in bf16 is rounded once per call, whatever its number of tokens.
 TEST_P(CudaDeltaRule, StatesInBf16) {
   for (bool v_first : {false, true}) {
