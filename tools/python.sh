@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The Python package: tools/python.sh wheel [NAME=VALUE..] | lint | smoke | test [pytest arguments] | demo [arguments].
+# The Python package: tools/python.sh prepare | wheel [NAME=VALUE..] | lint | smoke | test [pytest arguments] |
+# demo [arguments]. `prepare` installs what the others take, which they do by themselves.
 # `wheel` builds a wheel with its libraries inside, CUDA kernels where there is an nvcc, and installs it into a fresh
 # environment; it takes settings of CMake. `smoke` runs it there with no compiler in reach, `test` runs the tests on it;
 # `demo` is `wheel` for the CPU and the example. Everything stays under build/.
@@ -37,6 +38,7 @@ wheel() {
 }
 
 case ${1:-} in
+  prepare) prepare ;;
   wheel) wheel "${@:2}" ;;
   lint)
     prepare
@@ -50,7 +52,7 @@ case ${1:-} in
     "$fresh/bin/python" examples/train_recall.py --output build/recall.png "${@:2}"
     ;;
   *)
-    sed -n '2,5s/^# //p' "$0" >&2
+    sed -n '2,6s/^# //p' "$0" >&2
     exit 2
     ;;
 esac

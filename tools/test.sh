@@ -25,15 +25,25 @@ check() {  # check COMMAND..
   fi
 }
 
-build() {  # build PRESET
-  cmake --preset "$1" >"build/$1-configure.log" 2>&1 || { cat "build/$1-configure.log"; return 1; }
-  cmake --build --preset "$1" --parallel "$jobs"
+# The optimized builds take turns in one folder, and what they have in common is compiled once.
+optimized=build/test
+folder() {  # folder PRESET
+  case $1 in
+    release | cuda-*) echo "$optimized" ;;
+    *) echo "build/$1" ;;
+  esac
+}
+
+build() {  # build PRESET TARGET
+  local log=build/$1-configure.log
+  cmake --fresh --preset "$1" -B "$(folder "$1")" >"$log" 2>&1 || { cat "$log"; return 1; }
+  cmake --build "$(folder "$1")" --target "$2" --parallel "$jobs"
 }
 
 # Adds up what the ctest report of a preset holds. GoogleTest programs leave one file each with their cases; any other
 # test counts as one, and so does a program that died before it wrote its file.
-count() {  # count PRESET
-  local results="build/$1/test-results" name status counts
+count() {  # count RESULTS_DIR
+  local results=$1 name status counts
   while read -r name status; do
     counts="0 0 0"
     if [[ -f $results/$name.xml ]]; then
@@ -56,61 +66,67 @@ count() {  # count PRESET
 }
 
 test_preset() {  # test_preset PRESET [GTEST_FILTER [CTEST ARGUMENTS..]]
-  local preset=$1 results="build/$1/test-results"
+  local results
+  results=$PWD/$(folder "$1")/test-results
   rm -rf "$results"
   mkdir -p "$results"
-  GTEST_FILTER="${2:-*}" ctest --preset "$preset" --parallel "$jobs" --output-junit "$PWD/$results/ctest.xml" "${@:3}"
+  GTEST_FILTER="${2:-*}" ctest --preset "$1" --test-dir "$(folder "$1")" --parallel "$jobs" \
+    --output-junit "$results/ctest.xml" "${@:3}"
   local status=$?
-  count "$preset"
+  count "$results"
   return $status
 }
 
-build_and_test() {  # as test_preset
-  check build "$1" || return 1
-  test_preset "$@"
+build_and_test() {  # build_and_test PRESET TARGET, then as test_preset
+  check build "$1" "$2" || return 1
+  test_preset "$1" "${@:3}"
 }
 
+# All at once: their time is that of the clock.
 fuzz() {
-  check build fuzz || return 1
-  local target
-  for target in build/fuzz/bin/*_fuzz; do
-    check "$target" -max_total_time="$fuzz_seconds" -max_len=4096 -timeout=20 -print_final_stats=1 \
-      -artifact_prefix=build/fuzz/ 2>build/fuzz/fuzz.log || { tail -n 60 build/fuzz/fuzz.log; return 1; }
-    grep -E '^stat::number_of_executed_units' build/fuzz/fuzz.log
+  local target log status=0
+  local -A running
+  for target in build/asan/bin/*_fuzz; do
+    "$target" -max_total_time="$fuzz_seconds" -max_len=4096 -timeout=20 -print_final_stats=1 \
+      -artifact_prefix=build/asan/ 2>"$target.log" &
+    running[$target]=$!
   done
+  for target in "${!running[@]}"; do
+    log=$target.log
+    check wait "${running[$target]}" || { status=1; tail -n 60 "$log"; }
+    echo "${target##*/} $(grep -E '^stat::number_of_executed_units' "$log")"
+  done
+  return $status
 }
 
-# The register report of a kernel is printed when it is compiled; ccache repeats it.
+have_cuda() {
+  command -v nvcc >/dev/null && return
+  echo "no nvcc on this machine"
+  ((++skipped))
+  return 1
+}
+
+emulated_cuda() {
+  have_cuda || return 0
+  build_and_test cuda-emulated cuda_tests
+}
+
+# A kernel's register report is printed when it is compiled: always, as the emulator's build was here before.
 cuda() {
-  if ! command -v nvcc >/dev/null; then
-    echo "no nvcc on this machine"
-    ((++skipped))
-    return 0
-  fi
-  find build/cuda-check -name '*.cu.o' -delete 2>/dev/null
-  check build cuda-check >build/cuda-check.log 2>&1 || { cat build/cuda-check.log; return 1; }
+  have_cuda || return 0
+  check build cuda-check cuda_checks >build/cuda-check.log 2>&1 || { cat build/cuda-check.log; return 1; }
   check tools/spills.sh "$PWD/build/cuda-check.log" || return 1
   test_preset cuda-check
 }
 
-emulated_cuda() {
-  if ! command -v nvcc >/dev/null; then
-    echo "no CUDA headers on this machine"
-    ((++skipped))
-    return 0
-  fi
-  build_and_test cuda-emulated
-}
-
-# The tests run on the wheel as users install it, but for its CUDA kernels: those of the preset cuda-check, which ccache
-# has seen.
+# The tests run on the wheel as users install it, but for its CUDA kernels: those of the preset cuda-check.
 python_package() {
   local results=build/python-results.xml status counts
   check tools/python.sh lint || return 1
-  check tools/python.sh wheel FASTWEIGHT_CUDA_ARCHITECTURES=90a-real CMAKE_CUDA_FLAGS=-Xptxas=-v || return 1
+  SKBUILD_BUILD_DIR=$optimized check tools/python.sh wheel FASTWEIGHT_CUDA_ARCHITECTURES=90a-real CMAKE_CUDA_FLAGS=-Xptxas=-v || return 1
   check tools/python.sh smoke || return 1
   rm -f "$results"
-  tools/python.sh test --junitxml "$results"
+  tools/python.sh test -n 2 --junitxml "$results"
   status=$?
   counts=$(sed -n 's/.*<testsuite .* errors="\([0-9]*\)" failures="\([0-9]*\)" skipped="\([0-9]*\)" tests="\([0-9]*\)".*/\1 \2 \3 \4/p' \
     "$results" 2>/dev/null)
@@ -124,14 +140,16 @@ export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_stack_use_after_return=1}
 export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
 
 begin=$SECONDS
+tools/python.sh prepare >build/python-prepare.log 2>&1 &  # mostly downloads; its errors come again below
 step "format" check tools/format.sh --check
-step "release build, all tests" build_and_test release
-step "CUDA, compiled for one architecture, tests without a device" cuda
+step "release build, all tests" build_and_test release all
 step "CUDA kernels, emulated" emulated_cuda
-step "AddressSanitizer and UndefinedBehaviorSanitizer, all but slow tests" build_and_test asan '-*Slow*' -LE install
-step "ThreadSanitizer, tests with threads" build_and_test tsan '*Parallel*:*Thread*:*Concurrent*' -L unit
-step "fuzzing, built with clang" fuzz
+step "CUDA, compiled for one architecture, tests without a device" cuda
+wait
 step "Python package: wheel and its tests" python_package
+step "AddressSanitizer and UndefinedBehaviorSanitizer, all but slow tests" build_and_test asan all '-*Slow*'
+step "fuzzing" fuzz
+step "ThreadSanitizer, tests with threads" build_and_test tsan all '*Parallel*:*Thread*:*Concurrent*' -L unit
 
 printf '\n=== %d s in all\n' $((SECONDS - begin))
 for name in "${failed_steps[@]}"; do echo "FAILED: $name"; done

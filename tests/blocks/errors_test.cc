@@ -135,7 +135,7 @@ class BlockMessages : public ::testing::Test {
     }
   }
 
-  const Context context;
+  const Context context{};
   Tensor k = make({B, T, H, K}), v = make({B, T, HV, V}), beta = make({B, T, HV}), gates = make({B, T, HV});
   Tensor channels = make({B, T, HV, K}), matrix = make({B, T, HV, C});
   Tensor a = support::poisoned(DType::kF32, {B, T, HV, C}), j = a, w = support::poisoned(DType::kF32, {B, T, HV, K}),

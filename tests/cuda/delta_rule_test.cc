@@ -89,11 +89,12 @@ TEST_P(CudaDeltaRule, GraphReplaysWithOtherLengths) {
       Context context = context_for(name);
       context.stream = stream.get();
       const DeviceGraph graph(stream, [&] { EXPECT_EQ(delta_rule_forward(context, call.args), name); });
-      for (const std::vector<int64_t>& offsets : std::vector<std::vector<int64_t>>{{0, 100, 200, 250, 300},
-                                                                                   {0, 0, 1, 299, 300},
-                                                                                   {0, 64, 64, 64, 65},
-                                                                                   {0, 0, 0, 0, 0},
-                                                                                   {0, 3, 67, 131, 200}}) {
+      for (const std::vector<int64_t>& offsets : first<std::vector<int64_t>>({{0, 0, 1, 299, 300},
+                                                                              {0, 64, 64, 64, 65},
+                                                                              {0, 0, 0, 0, 0},
+                                                                              {0, 100, 200, 250, 300},
+                                                                              {0, 3, 67, 131, 200}},
+                                                                             3)) {
         const int64_t tokens = offsets.back();
         call.offsets->set(offsets_of(offsets));
         call.poison();

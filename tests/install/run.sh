@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs a build to a scratch prefix, moves it, and builds and runs programs against it: through find_package, and
 # through pkg-config in C++ and C.
+# The installed tool checks itself.
 #   run.sh CMAKE BUILD_DIR CC CXX
 set -euo pipefail
 cmake=$1 build=$2 cc=$3 cxx=$4
@@ -28,6 +29,5 @@ for source in "$here"/*.c; do
 done
 
 if [[ -x $prefix/bin/fastweight ]]; then
-  LC_ALL=C "$prefix/bin/fastweight" check >/dev/null
-  echo "installed tool: check passed"
+  LC_ALL=C "$prefix/bin/fastweight" check
 fi

@@ -385,7 +385,7 @@ std::vector<Malformed> malformed_outputs() {
        kStep},
       {"state index beyond the slots", "state_indices",
        [](Call& c) {
-         c.state_indices = c.integers(DType::kI64, {0, c.kSlots});
+         c.state_indices = c.integers(DType::kI64, {0, double{Call::kSlots}});
        },
        kStep},
       {"state index twice", "state_indices",
