@@ -168,7 +168,8 @@ __device__ __forceinline__ void let_next_kernel_start() {
 __device__ __forceinline__ void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 // A barrier like __syncthreads for a part of the block: `threads` threads in whole warps, all of which name kId, 1 to
-// 15. Those that arrive do not wait for the others.
+// 15. Those that arrive do not wait for the others. Those that wait do so at one place of the program
+// (compute-sanitizer asks for it), so two kinds of warps that wait for each other need two barriers.
 template <int kId>
 __device__ __forceinline__ void part_barrier(int threads) {
   static_assert(kId >= 1 && kId <= 15);

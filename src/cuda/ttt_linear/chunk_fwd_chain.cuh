@@ -7,10 +7,10 @@
 //                   y_{m-2} = scale q h + c - eta (P n) and its statistics, q h + c and P of m - 1   | C |
 //                   o_{m-2}, mini-batch m + 1 has arrived   | A |
 //
-// A is the block's barrier, B the chain's, C the partners'. Between A of m - 1 and A of m, the chain writes n_{m-1} and
-// h_m, c_m and reads k_{m-1}, k_m, eta_{m-1} and the residuals of m - 1; the partners write the residuals of m and read
-// n_{m-2}, h_{m-1}, c_{m-1} and all of mini-batches m - 1 and m: two buffers for what one side hands to the other, and
-// the stage of m - 2 is free.
+// At A the chain and the partners wait for each other; B is the chain's barrier, C the partners'. Between A of m - 1
+// and A of m, the chain writes n_{m-1} and h_m, c_m and reads k_{m-1}, k_m, eta_{m-1} and the residuals of m - 1; the
+// partners write the residuals of m and read n_{m-2}, h_{m-1}, c_{m-1} and all of mini-batches m - 1 and m: two buffers
+// for what one side hands to the other, and the stage of m - 2 is free.
 #pragma once
 
 #include "cuda/ttt_linear/chunk_feed.cuh"
@@ -26,6 +26,27 @@ constexpr int kBlocks = kD == 64 ? 2 : 1;
 template <int kD>
 __device__ __forceinline__ int next_stage(int s) {
   return s + 1 == ChainShared<kD>::kStages ? 0 : s + 1;
+}
+
+// Of the chain and of the partners; and at A, where those of one kind arrive at the barrier at which the others wait.
+// Before a warp waits, the other kind can arrive for the next A: there are two of each, for even and odd turns.
+enum { kB = 1, kC, kChainIsHere, kPartnersAreHere = kChainIsHere + 2 };
+
+template <int kOwn, int kOther>
+__device__ __forceinline__ void meet(int turn, int threads) {
+  if (turn % 2 == 0) {
+    arrive_at_part_barrier<kOwn>(2 * threads);
+    part_barrier<kOther>(2 * threads);
+  } else {
+    arrive_at_part_barrier<kOwn + 1>(2 * threads);
+    part_barrier<kOther + 1>(2 * threads);
+  }
+}
+__device__ __forceinline__ void wait_for_partners(int turn, int threads) {
+  meet<kChainIsHere, kPartnersAreHere>(turn, threads);
+}
+__device__ __forceinline__ void wait_for_chain(int turn, int threads) {
+  meet<kPartnersAreHere, kChainIsHere>(turn, threads);
 }
 
 template <class T>
@@ -74,7 +95,8 @@ __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceS
     if (at.g == 0) partner->c[at.t] = make_float4(state.c[0], state.c[1], state.c[2], state.c[3]);
   };
 
-  __syncthreads();  // mini-batch 0 has arrived
+  int turn = 0;
+  wait_for_partners(turn++, threads);  // mini-batch 0 has arrived
   load_rows();
   read_state();
   // The loop begins where everything waits for k h: what is stored and loaded before does not get in the way after.
@@ -91,7 +113,7 @@ __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceS
     put_statistics<kD, kTileRows>(z, columns, at, shared.sums.inner);
     const int rows = static_cast<int>(min(left, int64_t{kTileRows}));
     const float eta = shared.stages[s].eta[rows - 1];
-    __syncthreads();  // A
+    wait_for_partners(turn++, threads);  // A
 
     float x[2][4], y[2][4], r[2];
     float2 own[2];
@@ -106,7 +128,7 @@ __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceS
       r[half] = norm.y;
     }
     put_sums<kD, kTileRows>(own, 0, at, shared.sums.gradient, [](int, float2 sum) { return sum; });
-    part_barrier<1>(threads);  // B
+    part_barrier<kB>(threads);
 
     float2 means[2];
 #pragma unroll
@@ -151,8 +173,8 @@ __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceS
     }
     read_state();  // after the last mini-batch, of what the stage holds
   }
-  __syncthreads();  // A, for the outputs of the last two mini-batches
-  __syncthreads();
+  wait_for_partners(turn++, threads);  // A, for the outputs of the last two mini-batches
+  wait_for_partners(turn, threads);
   state.store(args, sequence, head, at);
 }
 
@@ -171,7 +193,8 @@ __device__ __forceinline__ void run_partner(const ChunkArgs& args, const Sequenc
   char* o = first_output(args.o, span, head, at);
   const int64_t o_step = byte_offset(args.o.dtype, kTileRows * args.o.strides[1]);
   wait_copies<kStages - 3>();
-  __syncthreads();  // mini-batch 0 has arrived
+  int turn = 0;
+  wait_for_chain(turn++, threads);  // mini-batch 0 has arrived
 
   // Of the mini-batch before: scale q h + c, P and the step sizes.
   Rows<kTileRows> base = {};
@@ -226,7 +249,7 @@ __device__ __forceinline__ void run_partner(const ChunkArgs& args, const Sequenc
       }
     }
     block_of_p<kType>(stage, 0, 0, p.scale, at, P);
-    part_barrier<2>(threads);  // C
+    part_barrier<kC>(threads);
 
     if (left + 2 * kTileRows <= span.length) {
       float2 norms[2];
@@ -241,7 +264,7 @@ __device__ __forceinline__ void run_partner(const ChunkArgs& args, const Sequenc
     s = next_stage<kD>(s);
     swap(chain, chain_before);
     wait_copies<kStages - 3>();
-    __syncthreads();  // A
+    wait_for_chain(turn++, threads);  // A
   }
 }
 
