@@ -61,7 +61,7 @@ TEST_P(DeltaRuleMemory, ForwardDoesNotGrowWithLength) {
 
 // One fp32 state per chunk of 64, and per token one row of values and 2 x 16 pair factors, for each of two threads; V
 // is padded to at most 64.
-TEST_P(DeltaRuleMemory, BackwardKeepsAtMostOneStatePerChunkAndThread) {
+TEST_P(DeltaRuleMemory, BackwardGrowsByAtMostOneStatePerChunk) {
   for (const char* implementation : {"chunk", "recurrent"}) {
     size_t most[2];
     const int64_t lengths[2] = {256, 1024};
