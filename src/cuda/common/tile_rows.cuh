@@ -7,27 +7,16 @@
 namespace fastweight::cuda {
 
 // Columns [first, first + kColumns) of `rows` rows of a [B, T, H, width] tensor of 16-bit elements into a tile of kRows
-// rows; zeros elsewhere. Vector copies are asynchronous: the caller commits them and waits. Thread `thread` of
-// `threads` does its part.
+// rows, element by element through registers; zeros elsewhere. Thread `thread` of `threads` does its part.
 template <int kRows, int kColumns>
-__device__ __forceinline__ void load_tile(const SharedTile<kColumns>& tile, const DeviceTensor& x, int64_t offset,
-                                          int rows, int first, int width, bool vectors, unsigned thread = threadIdx.x,
-                                          unsigned threads = blockDim.x) {
+__device__ __forceinline__ void gather_tile(const SharedTile<kColumns>& tile, const DeviceTensor& x, int64_t offset,
+                                            int rows, int first, int width, unsigned thread, unsigned threads) {
   constexpr int kSegments = SharedTile<kColumns>::kSegments;
   const int segment = thread % kSegments, step = threads / kSegments;
   const int column = first + segment * 8;
   const int64_t row_stride = x.strides[1];
   int row = thread / kSegments;
-  const auto* start = static_cast<const uint16_t*>(x.data) + offset;
-  const uint16_t* from = start + row * row_stride;
-  if (vectors) {
-    from += column;
-    for (; row < kRows; row += step, from += step * row_stride) {
-      const bool valid = row < rows && column < width;
-      copy_async(tile.address(row, segment), valid ? from : start, valid);
-    }
-    return;
-  }
+  const uint16_t* from = static_cast<const uint16_t*>(x.data) + offset + row * row_stride;
 #pragma unroll 1
   for (; row < kRows; row += step, from += step * row_stride) {
     uint32_t words[4];
@@ -45,8 +34,9 @@ __device__ __forceinline__ void load_tile(const SharedTile<kColumns>& tile, cons
   }
 }
 
-// The same for rows that begin at `start`, by thread `thread` of kThreads. Steps of a multiple of eight rows leave the
-// order of segments alone: copies then differ by constants.
+// The same for rows that begin at `start`, by thread `thread` of kThreads: in asynchronous copies of 16 bytes where the
+// layout has such `vectors`, which the caller commits and waits for. Steps of a multiple of eight rows leave the order
+// of segments alone: copies then differ by constants.
 template <int kRows, int kThreads, int kColumns>
 __device__ __forceinline__ void load_rows(const SharedTile<kColumns>& tile, const DeviceTensor& x,
                                           const uint16_t* start, int rows, int first, int width, bool vectors,

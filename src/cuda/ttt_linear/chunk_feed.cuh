@@ -43,8 +43,8 @@ class Feed {
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
         const DeviceTensor& x = tensor(i);
-        load_tile<kC, kD>({stage.rows[i]}, x, rows_[i] - static_cast<const uint16_t*>(x.data), rows, 0, D, false,
-                          thread_, threads_);
+        gather_tile<kC, kD>({stage.rows[i]}, x, rows_[i] - static_cast<const uint16_t*>(x.data), rows, 0, D, thread_,
+                            threads_);
       }
     }
 #pragma unroll
