@@ -16,7 +16,7 @@ namespace fastweight::cpu::HWY_NAMESPACE {
 inline constexpr float kL2Epsilon = 1e-6f;
 
 // n rows x = x rstd,  rstd = 1 / sqrt(sum x^2 + eps); ld is a multiple of kLanes, padding is 0.
-HWY_INLINE void normalise_rows(float* x, int64_t ld, int64_t n, float* rstd, float eps = kL2Epsilon) {
+HWY_NOINLINE inline void normalise_rows(float* x, int64_t ld, int64_t n, float* rstd, float eps = kL2Epsilon) {
   for (int64_t i = 0; i < n; ++i) {
     float* row = x + i * ld;
     Vec sum = zero();
@@ -28,7 +28,7 @@ HWY_INLINE void normalise_rows(float* x, int64_t ld, int64_t n, float* rstd, flo
 }
 
 // Through y = x rstd, x's norm included:  dx = rstd (dy - y (y . dy)). Overwrites dy.
-HWY_INLINE void l2_adjoint(const float* y, const float* rstd, int64_t ld, int64_t n, float* dy) {
+HWY_NOINLINE inline void l2_adjoint(const float* y, const float* rstd, int64_t ld, int64_t n, float* dy) {
   for (int64_t i = 0; i < n; ++i, y += ld, dy += ld) {
     Vec sum = zero();
     for (int64_t d = 0; d < ld; d += kLanes) sum = fma(load(y + d), load(dy + d), sum);

@@ -50,7 +50,7 @@ HWY_INLINE bool transposable(const StateRef& state, int64_t width) {
 }
 
 // Panels [first, first + panels) of the state.
-HWY_INLINE void load_state(const StateRef& state, int64_t first, int64_t panels, int64_t ld, float* S) {
+HWY_NOINLINE inline void load_state(const StateRef& state, int64_t first, int64_t panels, int64_t ld, float* S) {
   for (int64_t p = 0; p < panels; ++p, S += ld * kPanel) {
     const int64_t column = (first + p) * kPanel;
     const int64_t width = std::min(kPanel, state.V - column);
@@ -59,27 +59,21 @@ HWY_INLINE void load_state(const StateRef& state, int64_t first, int64_t panels,
       if (width < kPanel) std::memset(S, 0, static_cast<size_t>(ld * kPanel) * sizeof(float));
       transpose(reinterpret_cast<const float*>(src), state.v_stride, width, state.K, S, kPanel);
     } else {
-      for (int64_t d = 0; d < state.K; ++d) {
-        load_row(src + d * state.k_stride * element_size(state.dtype), state.dtype, state.v_stride, width,
-                 S + d * kPanel, kPanel);
-      }
+      load_rows(src, state.dtype, state.k_stride, state.v_stride, state.K, width, S, kPanel);
     }
     std::memset(S + state.K * kPanel, 0, static_cast<size_t>((ld - state.K) * kPanel) * sizeof(float));
   }
 }
 
-HWY_INLINE void store_state(const float* S, const StateRef& state, int64_t first, int64_t panels, int64_t ld) {
+HWY_NOINLINE inline void store_state(const float* S, const StateRef& state, int64_t first, int64_t panels, int64_t ld) {
   for (int64_t p = 0; p < panels; ++p, S += ld * kPanel) {
     const int64_t column = (first + p) * kPanel;
     const int64_t width = std::min(kPanel, state.V - column);
     char* dst = state.data + column * state.v_stride * element_size(state.dtype);
     if (transposable(state, width)) {
       transpose(S, kPanel, state.K, width, reinterpret_cast<float*>(dst), state.v_stride);
-      continue;
-    }
-    for (int64_t d = 0; d < state.K; ++d) {
-      store_row(S + d * kPanel, dst + d * state.k_stride * element_size(state.dtype), state.dtype, state.v_stride,
-                width);
+    } else {
+      store_rows(S, kPanel, dst, state.dtype, state.k_stride, state.v_stride, state.K, width);
     }
   }
 }

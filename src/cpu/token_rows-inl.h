@@ -25,21 +25,19 @@ HWY_INLINE char* row_of(const TensorView& x, int64_t batch, int64_t token, int64
 HWY_INLINE void load_rows(const TensorView& x, int64_t batch, int64_t token, int64_t head, int64_t n, int64_t first,
                           int64_t width, float* dst, int64_t padded, int64_t rows) {
   const char* src = row_of(x, batch, token, head) + first * x.strides[3] * element_size(x.dtype);
-  const int64_t step = x.strides[1] * element_size(x.dtype);
-  for (int64_t i = 0; i < n; ++i) load_row(src + i * step, x.dtype, x.strides[3], width, dst + i * padded, padded);
+  load_rows(src, x.dtype, x.strides[1], x.strides[3], n, width, dst, padded);
   std::memset(dst + n * padded, 0, static_cast<size_t>((rows - n) * padded) * sizeof(float));
 }
 
 HWY_INLINE void store_rows(const float* src, int64_t ld, const TensorView& x, int64_t batch, int64_t token,
                            int64_t head, int64_t n, int64_t first, int64_t width) {
   char* dst = row_of(x, batch, token, head) + first * x.strides[3] * element_size(x.dtype);
-  const int64_t step = x.strides[1] * element_size(x.dtype);
-  for (int64_t i = 0; i < n; ++i) store_row(src + i * ld, dst + i * step, x.dtype, x.strides[3], width);
+  store_rows(src, ld, dst, x.dtype, x.strides[1], x.strides[3], n, width);
 }
 
 // Columns [first, first + width) of tokens [from, to), where they are contiguous.
-HWY_INLINE void prefetch_rows(const TensorView& x, int64_t batch, int64_t from, int64_t to, int64_t head, int64_t first,
-                              int64_t width, RowPrefetcher& prefetcher) {
+HWY_NOINLINE inline void prefetch_rows(const TensorView& x, int64_t batch, int64_t from, int64_t to, int64_t head,
+                                       int64_t first, int64_t width, RowPrefetcher& prefetcher) {
   if (!x.present() || x.strides[3] != 1) return;
   const int64_t size = element_size(x.dtype);
   for (int64_t t = from; t < to; ++t) prefetcher.add(row_of(x, batch, t, head) + first * size, width * size);

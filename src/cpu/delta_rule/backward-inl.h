@@ -58,8 +58,8 @@ struct GateSums {
 };
 
 // The gradients of a block's keys, complete sums, to the caller. Overwrites them.
-HWY_INLINE void finish_keys(const DeltaRuleBackward& args, const Head& head, int64_t token, const Block& block,
-                            const KeyGradients& gradients) {
+HWY_NOINLINE inline void finish_keys(const DeltaRuleBackward& args, const Head& head, int64_t token, const Block& block,
+                                     const KeyGradients& gradients) {
   const Transition& transition = *head.transition;
   const auto finish = [&](const TensorView& output, const float* rows, const float* rstd, float* dy) HWY_ATTR {
     if (args.options.qk_l2norm) l2_adjoint(rows, rstd, block.ld, block.n, dy);
@@ -80,7 +80,7 @@ HWY_INLINE void finish_keys(const DeltaRuleBackward& args, const Head& head, int
 }
 
 // d logits from dbeta:  c s (1 - s) dbeta = beta (1 - beta / c) dbeta  with  beta = c s,  s = sigmoid(x).
-HWY_INLINE void beta_adjoint(const DeltaRuleOptions& options, const float* beta, float* dbeta, int64_t count) {
+HWY_NOINLINE inline void beta_adjoint(const DeltaRuleOptions& options, const float* beta, float* dbeta, int64_t count) {
   if (!options.beta_sigmoid) return;
   const Vec inverse = broadcast(options.allow_neg_eigval ? 0.5f : 1.0f);
   for (int64_t i = 0; i < count; i += kLanes) {
@@ -90,7 +90,7 @@ HWY_INLINE void beta_adjoint(const DeltaRuleOptions& options, const float* beta,
 }
 
 // Through the gate activation at raw values x, which dA_log's terms overwrite.
-HWY_INLINE void gate_adjoint(const Head& head, float* x, float* dg, int64_t count) {
+HWY_NOINLINE inline void gate_adjoint(const Head& head, float* x, float* dg, int64_t count) {
   const Vec a = broadcast(head.a);
   const bool bounded = std::isfinite(head.options->lower_bound);
   const Vec bound = broadcast(bounded ? static_cast<float>(head.options->lower_bound) : 0.0f);
@@ -103,8 +103,8 @@ HWY_INLINE void gate_adjoint(const Head& head, float* x, float* dg, int64_t coun
 }
 
 // dg of a block, a complete sum, to the caller and into the sums over tokens. Overwrites it.
-HWY_INLINE void finish_gate(const DeltaRuleBackward& args, const Head& head, int64_t token, const Block& block,
-                            float* dg, float* raw, const GateSums& sums) {
+HWY_NOINLINE inline void finish_gate(const DeltaRuleBackward& args, const Head& head, int64_t token, const Block& block,
+                                     float* dg, float* raw, const GateSums& sums) {
   const Gate gate = args.options.gate;
   if (gate == Gate::kNone) return;
   const bool per_channel = gate == Gate::kPerChannel;
@@ -130,8 +130,8 @@ HWY_INLINE void finish_gate(const DeltaRuleBackward& args, const Head& head, int
   }
 }
 
-HWY_INLINE void finish_beta(const DeltaRuleBackward& args, const Head& head, int64_t token, const Block& block,
-                            float* dbeta) {
+HWY_NOINLINE inline void finish_beta(const DeltaRuleBackward& args, const Head& head, int64_t token, const Block& block,
+                                     float* dbeta) {
   if (!args.dbeta.present() || args.in.beta.rank != 3) return;
   beta_adjoint(args.options, block.beta, dbeta, kBlock);
   store_row(dbeta, row_of(args.dbeta, head.batch, token, head.value_head), args.dbeta.dtype, args.dbeta.strides[1],
@@ -388,8 +388,8 @@ struct FinishScratch {
 };
 
 // Adds the parts of one key head of one sequence, last block first as in the walk of a unit.
-HWY_INLINE void finish_head(const DeltaRuleBackwardProblem& problem, const BackwardPlan& plan, const Sequence& sequence,
-                            int64_t key_head, FinishScratch& scratch) {
+HWY_NOINLINE inline void finish_head(const DeltaRuleBackwardProblem& problem, const BackwardPlan& plan,
+                                     const Sequence& sequence, int64_t key_head, FinishScratch& scratch) {
   const DeltaRuleBackward& args = problem.args;
   const DeltaRuleSizes& sizes = problem.sizes;
   const int64_t first_head = key_head * sizes.group;

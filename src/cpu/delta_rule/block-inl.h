@@ -67,7 +67,7 @@ struct Head {
 
 // The gate parameters of a head; `bias_buffer` holds max(padded_k, 16) floats.
 template <class Problem>
-HWY_INLINE Head make_head(const Problem& problem, const Sequence& sequence, int64_t value_head, float* bias_buffer) {
+HWY_NOINLINE Head make_head(const Problem& problem, const Sequence& sequence, int64_t value_head, float* bias_buffer) {
   const DeltaRuleInputs& in = problem.args.in;
   const DeltaRuleOptions& options = problem.args.options;
   const DeltaRuleSizes& sizes = problem.sizes;
@@ -98,7 +98,7 @@ HWY_INLINE Head make_head(const Problem& problem, const Sequence& sequence, int6
 }
 
 // Raw gate values to log decays, 0 <= i < count (a multiple of kLanes).
-HWY_INLINE void gate_activation(const Head& head, float* x, int64_t count) {
+HWY_NOINLINE inline void gate_activation(const Head& head, float* x, int64_t count) {
   const Vec a = broadcast(head.a);
   const bool bounded = std::isfinite(head.options->lower_bound);
   const Vec bound = broadcast(bounded ? static_cast<float>(head.options->lower_bound) : 0.0f);
@@ -200,7 +200,7 @@ HWY_INLINE void prefetch_rows(const TensorView& x, const Head& head, int64_t x_h
 }
 
 // What load_block will read at `token`.
-HWY_INLINE void prefetch_block(const Head& head, int64_t token, RowPrefetcher& prefetcher) {
+HWY_NOINLINE inline void prefetch_block(const Head& head, int64_t token, RowPrefetcher& prefetcher) {
   prefetch_rows(head.in->k, head, head.key_head, token, 0, head.K, prefetcher);
   prefetch_rows(head.in->q, head, head.key_head, token, 0, head.K, prefetcher);
   prefetch_rows(head.transition->reader, head, head.key_head, token, 0, head.K, prefetcher);
@@ -211,14 +211,14 @@ HWY_INLINE void prefetch_block(const Head& head, int64_t token, RowPrefetcher& p
 }
 
 // Logits to beta where the option asks for it, 0 <= i < count (a multiple of kLanes).
-HWY_INLINE void beta_activation(const DeltaRuleOptions& options, float* x, int64_t count) {
+HWY_NOINLINE inline void beta_activation(const DeltaRuleOptions& options, float* x, int64_t count) {
   if (!options.beta_sigmoid) return;
   const Vec c = broadcast(options.allow_neg_eigval ? 2.0f : 1.0f);
   for (int64_t i = 0; i < count; i += kLanes) store(hn::Mul(c, sigmoid(load(x + i))), x + i);
 }
 
 // beta_i of n tokens; 1 when there is none or one per value channel (load_beta_rows), -1 for a transition of low rank.
-HWY_INLINE void load_beta(const Head& head, int64_t token, int64_t n, float* beta) {
+HWY_NOINLINE inline void load_beta(const Head& head, int64_t token, int64_t n, float* beta) {
   const TensorView& x = head.in->beta;
   alignas(64) float row[kBlock];
   if (x.rank == 3) {
@@ -231,8 +231,8 @@ HWY_INLINE void load_beta(const Head& head, int64_t token, int64_t n, float* bet
 }
 
 // One beta per value channel, [16][padded]; false when the problem has none such.
-HWY_INLINE bool load_beta_rows(const Head& head, int64_t token, int64_t n, int64_t first, int64_t width, float* beta,
-                               int64_t padded) {
+HWY_NOINLINE inline bool load_beta_rows(const Head& head, int64_t token, int64_t n, int64_t first, int64_t width,
+                                        float* beta, int64_t padded) {
   if (head.in->beta.rank != 4) return false;
   load_rows(head.in->beta, head.batch, token, head.value_head, n, first, width, beta, padded, kBlock);
   beta_activation(*head.options, beta, n * padded);
@@ -240,7 +240,7 @@ HWY_INLINE bool load_beta_rows(const Head& head, int64_t token, int64_t n, int64
 }
 
 // The factors exp(g_i) of n tokens.
-HWY_INLINE void load_decay(const Head& head, int64_t token, int64_t n, Block& block) {
+HWY_NOINLINE inline void load_decay(const Head& head, int64_t token, int64_t n, Block& block) {
   const TensorView& g = head.in->g;
   const bool per_channel = head.options->gate == Gate::kPerChannel;
   const int64_t rows = per_channel ? n : 1;
@@ -261,7 +261,7 @@ HWY_INLINE void load_decay(const Head& head, int64_t token, int64_t n, Block& bl
 }
 
 // Tokens [token, token + n) of the head's batch row: q, the keys, beta and the decays.
-HWY_INLINE void load_block(const Head& head, int64_t token, int64_t n, Block& block) {
+HWY_NOINLINE inline void load_block(const Head& head, int64_t token, int64_t n, Block& block) {
   block.n = n;
   const Transition& transition = *head.transition;
   const bool normalised = head.options->qk_l2norm;
@@ -281,7 +281,7 @@ HWY_INLINE void load_block(const Head& head, int64_t token, int64_t n, Block& bl
 // The chunk form's reads and writes: running products of the decays from the left (exp(gamma_i), token i's own decay
 // included; e_i of an early reader: not) and from the right (exp(gamma_n - gamma_i), its own not). One decay per head:
 // also the factors between tokens, Lambda_ij = exp(gamma_i - gamma_j), by rows Lambda_i = exp(g_i) Lambda_{i-1} + e_i.
-HWY_INLINE void make_factors_per_head(Block& block) {
+HWY_NOINLINE inline void make_factors_per_head(Block& block) {
   const bool early = block.form.reads_early();
   float left = 1, right = 1;
   for (int64_t i = 0; i < kBlock; ++i) {
@@ -307,7 +307,7 @@ HWY_INLINE void make_factors_per_head(Block& block) {
   }
 }
 
-HWY_INLINE void make_factors_per_channel(Block& block) {
+HWY_NOINLINE inline void make_factors_per_channel(Block& block) {
   const int64_t ld = block.ld;
   const bool early = block.form.reads_early(), corrects = block.form.corrects();
   for (int64_t d = 0; d < ld; d += kLanes) {
@@ -334,7 +334,8 @@ HWY_INLINE void make_factors_per_channel(Block& block) {
 
 // One decay per head:  A_ij = beta_i (reader_i . k_j) Lambda'_ij (i > j),  P_ij = (q_i . k_j) Lambda_ij (i >= j), for
 // the keys that are given transposed. Without a correction A is 0.
-HWY_INLINE void make_pairs_per_head(const Block& block, const float* key_columns, int64_t key_stride, float* pairs) {
+HWY_NOINLINE inline void make_pairs_per_head(const Block& block, const float* key_columns, int64_t key_stride,
+                                             float* pairs) {
   const int64_t first = block.first_read();
   product<Columns, Start::kZero>({.rows = 2 * kBlock - first,
                                   .columns = kBlock,
@@ -420,7 +421,7 @@ HWY_INLINE void make_pairs_per_channel_rows(const Block& block, int64_t i, int64
 }
 
 template <bool kCorrects, bool kEarly>
-HWY_INLINE void make_pairs_per_channel(const Block& block, int64_t K, const float* keys, float* pairs) {
+HWY_NOINLINE void make_pairs_per_channel(const Block& block, int64_t K, const float* keys, float* pairs) {
   std::memset(block.running_keys, 0, static_cast<size_t>(block.ld * kBlock) * sizeof(float));
   for (int64_t i = 0; i < kBlock; i += 2) {
     if (2 * (i + 2) <= kBlock && kTokenVecs >= 2) {
@@ -431,7 +432,7 @@ HWY_INLINE void make_pairs_per_channel(const Block& block, int64_t K, const floa
   }
 }
 
-HWY_INLINE void make_pairs_per_channel(const Block& block, int64_t K) {
+HWY_NOINLINE inline void make_pairs_per_channel(const Block& block, int64_t K) {
   switch (block.form.correction) {
     case Correction::kNone:
       return make_pairs_per_channel<false, false>(block, K, block.k, block.pairs);
@@ -445,7 +446,7 @@ HWY_INLINE void make_pairs_per_channel(const Block& block, int64_t K) {
 }
 
 // What the chunk form needs of a loaded block: factors, reads and writes, and unless they are there already, A and P.
-HWY_INLINE void prepare_block(int64_t K, Block& block, bool has_pairs = false) {
+HWY_NOINLINE inline void prepare_block(int64_t K, Block& block, bool has_pairs = false) {
   const int64_t ld = block.ld, first = block.first_read();
   const bool per_channel = block.form.per_channel();
   if (per_channel) {

@@ -56,8 +56,8 @@ struct ItemColumns {
 
 // Rows of v (and q, k, beta, gates) of one block into scratch; the next block's and o's rows are left to the
 // prefetcher.
-HWY_INLINE void load_forward_block(const Head& head, const TensorView& o, int64_t token, int64_t n,
-                                   const ItemColumns& columns, ForwardScratch& scratch) {
+HWY_NOINLINE inline void load_forward_block(const Head& head, const TensorView& o, int64_t token, int64_t n,
+                                            const ItemColumns& columns, ForwardScratch& scratch) {
   load_block(head, token, n, scratch.block);
   load_rows(head.in->v, head.batch, token, head.value_head, n, columns.first, columns.width, scratch.v, columns.stride,
             kBlock);

@@ -73,8 +73,8 @@ HWY_INLINE void store_token(const float* row, const TensorView& x, const Sequenc
 
 // Rows from and to the columns of a [channels, W] matrix that begins at `data`. Usually it is dense with W = 4: then it
 // is converted as one row and the columns are picked apart in registers. `packed` holds W * ld numbers.
-HWY_INLINE void load_columns(const char* data, DType dtype, int64_t channel_stride, int64_t column_stride, int64_t W,
-                             const Block& block, float* packed, const Rows& rows) {
+HWY_NOINLINE inline void load_columns(const char* data, DType dtype, int64_t channel_stride, int64_t column_stride,
+                                      int64_t W, const Block& block, float* packed, const Rows& rows) {
   const int64_t ld = block.ld;
   if (W == 4 && column_stride == 1 && channel_stride == W) {
     load_row(data, dtype, 1, W * block.count, packed, W * ld);
@@ -93,8 +93,8 @@ HWY_INLINE void load_columns(const char* data, DType dtype, int64_t channel_stri
   }
 }
 
-HWY_INLINE void store_columns(const Rows& rows, char* data, DType dtype, int64_t channel_stride, int64_t column_stride,
-                              int64_t W, const Block& block, float* packed) {
+HWY_NOINLINE inline void store_columns(const Rows& rows, char* data, DType dtype, int64_t channel_stride,
+                                       int64_t column_stride, int64_t W, const Block& block, float* packed) {
   if (W == 4 && column_stride == 1 && channel_stride == W) {
     for (int64_t c = 0; c < block.ld; c += kLanes) {
       hn::StoreInterleaved4(load(rows[0] + c), load(rows[1] + c), load(rows[2] + c), load(rows[3] + c), kF32Tag,
@@ -112,8 +112,8 @@ HWY_INLINE char* state_begin(const TensorView& state, int64_t slot, const Block&
   const int64_t offset = slot * state.strides[0] + block.first * state.strides[1];
   return static_cast<char*>(state.data) + offset * element_size(state.dtype);
 }
-HWY_INLINE void load_state(const TensorView& state, int64_t slot, int64_t W, const Block& block, float* packed,
-                           const Rows& rows) {
+HWY_NOINLINE inline void load_state(const TensorView& state, int64_t slot, int64_t W, const Block& block, float* packed,
+                                    const Rows& rows) {
   if (state.present()) {
     load_columns(state_begin(state, slot, block), state.dtype, state.strides[1], state.strides[2], W, block, packed,
                  rows);
@@ -121,8 +121,8 @@ HWY_INLINE void load_state(const TensorView& state, int64_t slot, int64_t W, con
     for (int64_t i = 0; i < W; ++i) fill_row(rows[i], block.ld, 0);
   }
 }
-HWY_INLINE void store_state(const Rows& rows, const TensorView& state, int64_t slot, int64_t W, const Block& block,
-                            float* packed) {
+HWY_NOINLINE inline void store_state(const Rows& rows, const TensorView& state, int64_t slot, int64_t W,
+                                     const Block& block, float* packed) {
   store_columns(rows, state_begin(state, slot, block), state.dtype, state.strides[1], state.strides[2], W, block,
                 packed);
 }

@@ -62,66 +62,87 @@ HWY_INLINE void store_f16(Vec x, uint16_t* p) {
 }
 #endif
 
-// dst[0, n) = src, dst[n, padded) = 0, padded a multiple of kLanes. A row that is not contiguous, and the last few
-// elements, are gathered into a vector's worth of their own type first: nothing outside the row is read.
+// Rows of n elements, `row_stride` elements apart, to rows of `padded` floats with zeros at the end; `padded` is a
+// multiple of kLanes. A row that is not contiguous, and the last few elements, are gathered into a vector's worth of
+// their own type first: nothing outside the row is read.
 template <class T, class LoadVector>
-HWY_INLINE void load_row_as(const T* src, int64_t stride, int64_t n, float* dst, int64_t padded,
-                            LoadVector load_vector) {
-  int64_t i = 0;
-  if (stride == 1) {
-    for (; i + kLanes <= n; i += kLanes) store(load_vector(src + i), dst + i);
+HWY_INLINE void load_rows_as(const T* src, int64_t row_stride, int64_t stride, int64_t rows, int64_t n, float* dst,
+                             int64_t padded, LoadVector load_vector) {
+  for (int64_t row = 0; row < rows; ++row, dst += padded) {
+    const T* const x = src + row * row_stride;
+    int64_t i = 0;
+    if (stride == 1) {
+      for (; i + kLanes <= n; i += kLanes) store(load_vector(x + i), dst + i);
+    }
+    for (; i < padded; i += kLanes) {
+      alignas(64) T gathered[16] = {};
+      for (int64_t lane = 0; lane < kLanes && i + lane < n; ++lane) gathered[lane] = x[(i + lane) * stride];
+      store(load_vector(gathered), dst + i);
+    }
   }
-  for (; i < padded; i += kLanes) {
-    alignas(64) T gathered[16] = {};
-    for (int64_t lane = 0; lane < kLanes && i + lane < n; ++lane) gathered[lane] = src[(i + lane) * stride];
-    store(load_vector(gathered), dst + i);
+}
+
+// A function of its own, as all that work on whole rows are: inlined where they are called, they made up most of the
+// machine code and of the time to compile it.
+HWY_NOINLINE inline void load_rows(const void* src, DType dtype, int64_t row_stride, int64_t stride, int64_t rows,
+                                   int64_t n, float* dst, int64_t padded) {
+  switch (dtype) {
+    case DType::kF32:
+      return load_rows_as(static_cast<const float*>(src), row_stride, stride, rows, n, dst, padded,
+                          [](const float* p) HWY_ATTR { return load(p); });
+    case DType::kBF16:
+      return load_rows_as(static_cast<const uint16_t*>(src), row_stride, stride, rows, n, dst, padded,
+                          [](const uint16_t* p) HWY_ATTR { return load_bf16(p); });
+    default:
+      return load_rows_as(static_cast<const uint16_t*>(src), row_stride, stride, rows, n, dst, padded,
+                          [](const uint16_t* p) HWY_ATTR { return load_f16(p); });
   }
 }
 
 HWY_INLINE void load_row(const void* src, DType dtype, int64_t stride, int64_t n, float* dst, int64_t padded) {
-  switch (dtype) {
-    case DType::kF32:
-      return load_row_as(static_cast<const float*>(src), stride, n, dst, padded,
-                         [](const float* p) HWY_ATTR { return load(p); });
-    case DType::kBF16:
-      return load_row_as(static_cast<const uint16_t*>(src), stride, n, dst, padded,
-                         [](const uint16_t* p) HWY_ATTR { return load_bf16(p); });
-    default:
-      return load_row_as(static_cast<const uint16_t*>(src), stride, n, dst, padded,
-                         [](const uint16_t* p) HWY_ATTR { return load_f16(p); });
+  load_rows(src, dtype, 0, stride, 1, n, dst, padded);
+}
+
+// The way back: rows of n floats, ld apart and readable up to the next multiple of kLanes.
+template <class T, class StoreVector>
+HWY_INLINE void store_rows_as(const float* src, int64_t ld, T* dst, int64_t row_stride, int64_t stride, int64_t rows,
+                              int64_t n, StoreVector store_vector) {
+  for (int64_t row = 0; row < rows; ++row, src += ld) {
+    T* const x = dst + row * row_stride;
+    int64_t i = 0;
+    if (stride == 1) {
+      for (; i + kLanes <= n; i += kLanes) store_vector(load(src + i), x + i);
+    }
+    for (; i < n; i += kLanes) {
+      alignas(64) T scattered[16];
+      store_vector(load(src + i), scattered);
+      for (int64_t lane = 0; lane < kLanes && i + lane < n; ++lane) x[(i + lane) * stride] = scattered[lane];
+    }
   }
 }
 
-// dst = src[0, n); `src` is readable up to the next multiple of kLanes.
-template <class T, class StoreVector>
-HWY_INLINE void store_row_as(const float* src, T* dst, int64_t stride, int64_t n, StoreVector store_vector) {
-  int64_t i = 0;
-  if (stride == 1) {
-    for (; i + kLanes <= n; i += kLanes) store_vector(load(src + i), dst + i);
-  }
-  for (; i < n; i += kLanes) {
-    alignas(64) T scattered[16];
-    store_vector(load(src + i), scattered);
-    for (int64_t lane = 0; lane < kLanes && i + lane < n; ++lane) dst[(i + lane) * stride] = scattered[lane];
+HWY_NOINLINE inline void store_rows(const float* src, int64_t ld, void* dst, DType dtype, int64_t row_stride,
+                                    int64_t stride, int64_t rows, int64_t n) {
+  switch (dtype) {
+    case DType::kF32:
+      return store_rows_as(src, ld, static_cast<float*>(dst), row_stride, stride, rows, n,
+                           [](Vec x, float* p) HWY_ATTR { store(x, p); });
+    case DType::kBF16:
+      return store_rows_as(src, ld, static_cast<uint16_t*>(dst), row_stride, stride, rows, n,
+                           [](Vec x, uint16_t* p) HWY_ATTR { store_bf16(x, p); });
+    default:
+      return store_rows_as(src, ld, static_cast<uint16_t*>(dst), row_stride, stride, rows, n,
+                           [](Vec x, uint16_t* p) HWY_ATTR { store_f16(x, p); });
   }
 }
 
 HWY_INLINE void store_row(const float* src, void* dst, DType dtype, int64_t stride, int64_t n) {
-  switch (dtype) {
-    case DType::kF32:
-      return store_row_as(src, static_cast<float*>(dst), stride, n, [](Vec x, float* p) HWY_ATTR { store(x, p); });
-    case DType::kBF16:
-      return store_row_as(src, static_cast<uint16_t*>(dst), stride, n,
-                          [](Vec x, uint16_t* p) HWY_ATTR { store_bf16(x, p); });
-    default:
-      return store_row_as(src, static_cast<uint16_t*>(dst), stride, n,
-                          [](Vec x, uint16_t* p) HWY_ATTR { store_f16(x, p); });
-  }
+  store_rows(src, 0, dst, dtype, 0, stride, 1, n);
 }
 
 // dst[j * dst_stride + i] = src[i * src_stride + j] for i < rows, j < columns, both multiples of 4.
-HWY_INLINE void transpose(const float* src, int64_t src_stride, int64_t rows, int64_t columns, float* dst,
-                          int64_t dst_stride) {
+HWY_NOINLINE inline void transpose(const float* src, int64_t src_stride, int64_t rows, int64_t columns, float* dst,
+                                   int64_t dst_stride) {
 #if HWY_TARGET == HWY_SCALAR
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t j = 0; j < columns; ++j) dst[j * dst_stride + i] = src[i * src_stride + j];

@@ -76,24 +76,24 @@ struct Head {
 HWY_INLINE char* bias_row(const TensorView& x, int64_t n, int64_t head) {
   return static_cast<char*>(x.data) + (n * x.strides[0] + head * x.strides[1]) * element_size(x.dtype);
 }
-HWY_INLINE void load_bias(const TensorView& x, int64_t n, const Head& head, float* c) {
+HWY_NOINLINE inline void load_bias(const TensorView& x, int64_t n, const Head& head, float* c) {
   if (x.present()) {
     load_row(bias_row(x, n, head.head), x.dtype, x.strides[2], head.D, c, head.ld);
   } else {
     std::memset(c, 0, static_cast<size_t>(head.ld) * sizeof(float));
   }
 }
-HWY_INLINE void store_bias(const float* c, const TensorView& x, int64_t n, const Head& head) {
+HWY_NOINLINE inline void store_bias(const float* c, const TensorView& x, int64_t n, const Head& head) {
   if (x.present()) store_row(c, bias_row(x, n, head.head), x.dtype, x.strides[2], head.D);
 }
-HWY_INLINE void load_matrix(const TensorView& x, int64_t n, const Head& head, float* h) {
+HWY_NOINLINE inline void load_matrix(const TensorView& x, int64_t n, const Head& head, float* h) {
   if (x.present()) {
     load_state(state_of(x, false, head.D, head.D, n, head.head), 0, head.ld / kPanel, head.ld, h);
   } else {
     std::memset(h, 0, static_cast<size_t>(head.ld * head.ld) * sizeof(float));
   }
 }
-HWY_INLINE void store_matrix(const float* h, const TensorView& x, int64_t n, const Head& head) {
+HWY_NOINLINE inline void store_matrix(const float* h, const TensorView& x, int64_t n, const Head& head) {
   if (x.present()) store_state(h, state_of(x, false, head.D, head.D, n, head.head), 0, head.ld / kPanel, head.ld);
 }
 
@@ -131,7 +131,7 @@ struct MiniBatch {
   }
 };
 
-HWY_INLINE void load_mini_batch(const Head& head, int64_t token, int64_t tokens, MiniBatch& mb) {
+HWY_NOINLINE inline void load_mini_batch(const Head& head, int64_t token, int64_t tokens, MiniBatch& mb) {
   const TttLinearInputs& in = *head.in;
   mb.tokens = tokens;
   load_rows(in.k, head.batch, token, head.head, tokens, 0, head.D, mb.k, mb.ld, mb.rows);
@@ -143,7 +143,7 @@ HWY_INLINE void load_mini_batch(const Head& head, int64_t token, int64_t tokens,
 }
 
 // x [rows][ld] = the first `rows` rows of (k; q) times the matrix h.
-HWY_INLINE void read_matrix(const MiniBatch& mb, int64_t rows, const float* h, float* x) {
+HWY_NOINLINE inline void read_matrix(const MiniBatch& mb, int64_t rows, const float* h, float* x) {
   for (int64_t p = 0; p < mb.ld; p += kPanel) {
     product<Columns, Start::kZero>({.rows = rows,
                                     .columns = kPanel,
@@ -181,7 +181,7 @@ HWY_INLINE Vec norm_adjoint(Vec r, Vec a, Vec x, Vec mean, Vec mean_x, Vec mask)
 }
 
 // From k h in z, for rows [0, rows): z + c becomes x = LN(z), and y = w (w x + b - v + k), n = r (y - m(y) - x m(x y)).
-HWY_INLINE void inner_gradients(const Head& head, const float* c, int64_t rows, MiniBatch& mb) {
+HWY_NOINLINE inline void inner_gradients(const Head& head, const float* c, int64_t rows, MiniBatch& mb) {
   const float inverse = 1.0f / static_cast<float>(head.D);
   for (int64_t i = 0; i < rows; ++i) {
     mb.prefetcher.issue_share(rows - i);
@@ -219,7 +219,7 @@ struct Steps {
 };
 inline constexpr Steps kSteps;
 
-HWY_INLINE void make_moves(const Head& head, MiniBatch& mb) {
+HWY_NOINLINE inline void make_moves(const Head& head, MiniBatch& mb) {
   product<Columns, Start::kZero>({.rows = mb.rows,
                                   .columns = mb.rows,
                                   .depth = mb.ld,
@@ -241,7 +241,7 @@ HWY_INLINE void make_moves(const Head& head, MiniBatch& mb) {
 }
 
 // From q h in out(): scale q h + c - M n, the outputs before their norm.
-HWY_INLINE void read_outputs(const Head& head, const float* c, MiniBatch& mb) {
+HWY_NOINLINE inline void read_outputs(const Head& head, const float* c, MiniBatch& mb) {
   const Vec scale = broadcast(head.scale);
   for (int64_t i = 0; i < mb.rows; ++i) {
     for (int64_t d = 0; d < mb.ld; d += kLanes) {
@@ -263,7 +263,8 @@ HWY_INLINE void read_outputs(const Head& head, const float* c, MiniBatch& mb) {
 
 // The state at the start of the next mini-batch: h - eta_L k^T n, c - eta_L sum n. The sums are complete before the
 // step is taken, as in decoding, where they grow token by token.
-HWY_INLINE void advance_state(const MiniBatch& mb, const float* h_in, const float* c_in, float* h_out, float* c_out) {
+HWY_NOINLINE inline void advance_state(const MiniBatch& mb, const float* h_in, const float* c_in, float* h_out,
+                                       float* c_out) {
   const float eta = mb.last_eta();
   for (int64_t p = 0; p < mb.ld; p += kPanel) {
     product<Columns, Start::kStep>({.rows = mb.ld,
@@ -286,7 +287,7 @@ HWY_INLINE void advance_state(const MiniBatch& mb, const float* h_in, const floa
 }
 
 // o = y + w LN(y) + b for one row, in place.
-HWY_INLINE void outer_norm(const Head& head, float* y, float* scratch) {
+HWY_NOINLINE inline void outer_norm(const Head& head, float* y, float* scratch) {
   std::memcpy(scratch, y, static_cast<size_t>(head.ld) * sizeof(float));
   normalise(head, scratch);
   for (int64_t d = 0; d < head.ld; d += kLanes) {
