@@ -104,11 +104,10 @@ double measure_memcpy_gbps(int threads) {
   const int64_t cache = find_machine().last_level_cache_bytes();
   const size_t bytes = static_cast<size_t>(std::clamp<int64_t>(4 * cache, int64_t{64} << 20, int64_t{512} << 20));
   const size_t part = bytes / static_cast<size_t>(threads);
-  using Buffer = std::vector<char, support::AlignedAllocator<char>>;  // on the pages that tensors have
-  std::vector<Buffer> from(static_cast<size_t>(threads)), to(static_cast<size_t>(threads));
+  std::vector<support::Pages> from(static_cast<size_t>(threads)), to(static_cast<size_t>(threads));
   time_together(threads, [&](int thread) {
-    from[static_cast<size_t>(thread)].assign(part, 1);
-    to[static_cast<size_t>(thread)].assign(part, 0);
+    from[static_cast<size_t>(thread)] = support::Pages(part, std::byte{1});
+    to[static_cast<size_t>(thread)] = support::Pages(part);
   });
   double best = 0;
   for (int round = 0; round < kRounds; ++round) {

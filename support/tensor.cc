@@ -22,7 +22,7 @@ int64_t count_of(const std::vector<int64_t>& shape) {
 Tensor::Tensor(DType dtype, std::vector<int64_t> shape)
     : dtype_(dtype),
       shape_(std::move(shape)),
-      bytes_(static_cast<size_t>(count_of(shape_)) * static_cast<size_t>(element_size(dtype)), std::byte{0}) {
+      bytes_(static_cast<size_t>(count_of(shape_)) * static_cast<size_t>(element_size(dtype))) {
   if (shape_.empty() || shape_.size() > static_cast<size_t>(kMaxRank)) {
     throw std::invalid_argument("Tensor: expected 1 to 5 axes, got " + std::to_string(shape_.size()));
   }
@@ -34,7 +34,7 @@ Tensor::Tensor(DType dtype, std::vector<int64_t> shape, std::span<const double> 
     throw std::invalid_argument("Tensor: expected " + std::to_string(size()) + " values, got " +
                                 std::to_string(values.size()));
   }
-  for (int64_t i = 0; i < size(); ++i) set(i, values[static_cast<size_t>(i)]);
+  for (int64_t i = 0, count = size(); i < count; ++i) set(i, values[static_cast<size_t>(i)]);
 }
 
 int64_t Tensor::size() const { return present() ? count_of(shape_) : 0; }
@@ -44,19 +44,19 @@ double Tensor::operator[](int64_t index) const { return cpu::load_as_double(byte
 void Tensor::set(int64_t index, double value) { cpu::store_double(bytes_.data(), dtype_, index, value); }
 
 void Tensor::fill(double value) {
-  for (int64_t i = 0; i < size(); ++i) set(i, value);
+  for (int64_t i = 0, count = size(); i < count; ++i) set(i, value);
 }
 
 Tensor Tensor::to(DType dtype) const {
   if (!present() || dtype == dtype_) return *this;
   Tensor result(dtype, shape_);
-  for (int64_t i = 0; i < size(); ++i) result.set(i, (*this)[i]);
+  for (int64_t i = 0, count = size(); i < count; ++i) result.set(i, (*this)[i]);
   return result;
 }
 
 std::vector<double> Tensor::values() const {
   std::vector<double> result(static_cast<size_t>(size()));
-  for (int64_t i = 0; i < size(); ++i) result[static_cast<size_t>(i)] = (*this)[i];
+  for (int64_t i = 0, count = size(); i < count; ++i) result[static_cast<size_t>(i)] = (*this)[i];
   return result;
 }
 

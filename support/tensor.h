@@ -3,8 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
-#include <new>
 #include <span>
 #include <vector>
 
@@ -12,23 +10,6 @@
 #include "support/pages.h"
 
 namespace fastweight::support {
-
-// Storage from allocate_pages.
-template <class T>
-struct AlignedAllocator {
-  using value_type = T;
-  AlignedAllocator() = default;
-  template <class Other>
-  AlignedAllocator(const AlignedAllocator<Other>&) {}
-
-  T* allocate(size_t count) {
-    void* block = allocate_pages(count * sizeof(T));
-    if (block == nullptr) throw std::bad_alloc();
-    return static_cast<T*>(block);
-  }
-  void deallocate(T* pointer, size_t) { std::free(pointer); }
-  friend bool operator==(const AlignedAllocator&, const AlignedAllocator&) = default;
-};
 
 // Dense, row-major, on the heap (64-byte aligned). Values are read and written as doubles through the flat index,
 // converted with round-to-nearest-even. A default-constructed tensor is absent.
@@ -49,13 +30,13 @@ class Tensor {
   Tensor to(DType dtype) const;  // a converted copy
   std::vector<double> values() const;
 
-  void* data() const { return const_cast<std::byte*>(bytes_.data()); }
+  void* data() const { return bytes_.data(); }
   TensorView view() const;  // absent for an absent tensor
 
  private:
   DType dtype_ = DType::kF32;
   std::vector<int64_t> shape_;
-  std::vector<std::byte, AlignedAllocator<std::byte>> bytes_;
+  Pages bytes_;
 };
 
 // err(a, b) = rms(a - b) / (rms(b) + 1e-8) and the largest |a - b|; both infinite if either tensor holds a NaN or the

@@ -12,7 +12,6 @@ need g++ has_program g++
 need cmake has_program cmake
 need ninja-build has_program ninja
 need pkg-config has_program pkg-config
-need ccache has_program ccache
 need libhwy-dev has_file '/usr*/include/hwy/highway.h'
 need libgtest-dev has_file '/usr*/include/gtest/gtest.h'
 need nlohmann-json3-dev has_file '/usr*/include/nlohmann/json.hpp'
