@@ -1,6 +1,8 @@
 // Every implementation of every mode against the reference in double.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "tests/short_conv/cases.h"
 
 namespace fastweight::test {

@@ -8,6 +8,7 @@
 #include <limits>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/simd/targets.h"
@@ -57,7 +58,7 @@ class Matrices {
     p_.a_segment = (row_stride == 0 ? p_.depth * p_.a_stride : p_.rows * row_stride) + 5;
     p_.b_stride = p_.columns + 3;
     p_.c_stride = p_.columns + 7;
-    p_.decay_stride = shape.decay_stride;
+    p_.decay_stride = start == Start::kStep ? 0 : shape.decay_stride;  // a step has one number
 
     support::Random random(1, 1);
     a_.assign(p_.segments * p_.a_segment, kNan);
@@ -117,12 +118,13 @@ class Matrices {
       for (int64_t n = 0; n < p_.columns; ++n) {
         const double addend = c_in_[m * p_.c_stride + n];
         const double decay = p_.decay[m * p_.decay_stride];
-        sum[n] = start_ == Start::kZero ? 0 : start_ == Start::kAdd ? addend : decay * addend;
+        sum[n] = start_ == Start::kZero ? 0 : start_ == Start::kDecay ? decay * addend : addend;
         size[n] = std::fabs(sum[n]);
       }
       for (int64_t s = 0; s < p_.segments; ++s) {
         for (int64_t r = 0; r < p_.depth; ++r) {
-          const double left = a_[s * p_.a_segment + left_index(m, r)];
+          const double step = start_ == Start::kStep ? -p_.decay[0] : 1;
+          const double left = step * a_[s * p_.a_segment + left_index(m, r)];
           const float* right = p_.b + (s * p_.depth + r) * p_.b_stride;
           for (int64_t n = 0; n < p_.columns; ++n) {
             const double term = left * static_cast<double>(right[n]);
@@ -166,35 +168,28 @@ struct Kind {
   int64_t row_stride;  // 0: Columns
   Start start;
   void (*run)(const Product& p);
-  void (*add)(const Product& p);  // the same layout with Start::kAdd
+  void (*add)(
+      const Product& p);  // the same layout with Start::kAdd; null: the result is not such a chain, or no kernel has it
 
   bool fits(int64_t depth) const { return row_stride == 0 || depth <= row_stride; }
   int64_t some_depth() const { return fits(16) ? 16 : kDepthStep; }
 };
 
-template <class Left>
-constexpr Kind kind_of(const char* name, int64_t row_stride, Start start) {
-  constexpr auto kAdd = product<Left, Start::kAdd>;
-  switch (start) {
-    case Start::kZero:
-      return {name, row_stride, start, product<Left, Start::kZero>, kAdd};
-    case Start::kAdd:
-      return {name, row_stride, start, kAdd, kAdd};
-    default:
-      return {name, row_stride, start, product<Left, Start::kDecay>, kAdd};
-  }
+template <class Left, Start kStart>
+constexpr Kind kind_of(const char* name, void (*add)(const Product& p)) {
+  return {name, std::is_same_v<Left, Columns> ? 0 : Left::kRowStride, kStart, product<Left, kStart>, add};
 }
 
 constexpr Kind kKinds[] = {
-    kind_of<Columns>("columns, zero", 0, Start::kZero),
-    kind_of<Columns>("columns, add", 0, Start::kAdd),
-    kind_of<Columns>("columns, decay", 0, Start::kDecay),
-    kind_of<Rows<kPanel>>("rows of a panel, zero", kPanel, Start::kZero),
-    kind_of<Rows<kPanel>>("rows of a panel, add", kPanel, Start::kAdd),
-    kind_of<Rows<kPanel>>("rows of a panel, decay", kPanel, Start::kDecay),
-    kind_of<Rows<256>>("rows of 256, zero", 256, Start::kZero),
-    kind_of<Rows<256>>("rows of 256, add", 256, Start::kAdd),
-    kind_of<Rows<256>>("rows of 256, decay", 256, Start::kDecay),
+    kind_of<Columns, Start::kZero>("columns, zero", product<Columns, Start::kAdd>),
+    kind_of<Columns, Start::kAdd>("columns, add", product<Columns, Start::kAdd>),
+    kind_of<Columns, Start::kDecay>("columns, decay", product<Columns, Start::kAdd>),
+    kind_of<Columns, Start::kStep>("columns, step", nullptr),
+    kind_of<PanelRows, Start::kZero>("rows of a panel, zero", product<PanelRows, Start::kAdd>),
+    kind_of<PanelRows, Start::kAdd>("rows of a panel, add", product<PanelRows, Start::kAdd>),
+    kind_of<BlockRows, Start::kZero>("rows of a block, zero", product<BlockRows, Start::kAdd>),
+    kind_of<BlockRows, Start::kAdd>("rows of a block, add", product<BlockRows, Start::kAdd>),
+    kind_of<MatrixRows, Start::kZero>("rows of a matrix, zero", nullptr),
 };
 
 void products() {
@@ -245,6 +240,7 @@ void blocks() {
 // One chain in the order of the inner index: the bits of adding one segment after the other.
 void segments() {
   for (const Kind& kind : kKinds) {
+    if (kind.add == nullptr) continue;
     SCOPED_TRACE(kind.name);
     Matrices matrices({36, 3 * kLanes, kind.some_depth(), 4}, kind.row_stride, kind.start);
     kind.run(matrices.whole());

@@ -18,15 +18,15 @@ namespace blocks {
 HWY_NOINLINE inline void lower_product(const float* M, int64_t rows, const float* x, int64_t ld, float* out) {
   for (int64_t top = 0; top < rows; top += kRowBlock) {
     const int64_t end = std::min(top + kRowBlock, rows);
-    product<Rows<kMatrix>, Start::kZero>({.rows = end - top,
-                                          .columns = ld,
-                                          .depth = end,
-                                          .a = M + top * kMatrix,
-                                          .b = x,
-                                          .b_stride = ld,
-                                          .c_in = out + top * ld,
-                                          .c_out = out + top * ld,
-                                          .c_stride = ld});
+    product<MatrixRows, Start::kZero>({.rows = end - top,
+                                       .columns = ld,
+                                       .depth = end,
+                                       .a = M + top * kMatrix,
+                                       .b = x,
+                                       .b_stride = ld,
+                                       .c_in = out + top * ld,
+                                       .c_out = out + top * ld,
+                                       .c_stride = ld});
   }
 }
 
@@ -95,15 +95,15 @@ HWY_NOINLINE inline void inverse_adjoint(const float* J, int64_t rows, const flo
   }
   for (int64_t top = 0; top < rows; top += kRowBlock) {
     const int64_t end = std::min(top + kRowBlock, rows);
-    product<Rows<kMatrix>, Start::kZero>({.rows = end - top,
-                                          .columns = end,
-                                          .depth = end,
-                                          .a = P + top * kMatrix,
-                                          .b = columns,
-                                          .b_stride = kMatrix,
-                                          .c_in = dA + top * kMatrix,
-                                          .c_out = dA + top * kMatrix,
-                                          .c_stride = kMatrix});
+    product<MatrixRows, Start::kZero>({.rows = end - top,
+                                       .columns = end,
+                                       .depth = end,
+                                       .a = P + top * kMatrix,
+                                       .b = columns,
+                                       .b_stride = kMatrix,
+                                       .c_in = dA + top * kMatrix,
+                                       .c_out = dA + top * kMatrix,
+                                       .c_stride = kMatrix});
   }
   keep_strictly_lower(dA, rows);
 }

@@ -180,15 +180,15 @@ HWY_INLINE void channel_backward_across(const Scratch& s, int64_t top, int64_t e
   for (int64_t d = 0; d < top * ld; d += kLanes) {
     store(hn::Mul(load(s.behind + d), load(s.k + d)), s.previous + d);
   }
-  product<Rows<kMatrix>, Start::kZero>({.rows = end - top,
-                                        .columns = ld,
-                                        .depth = top,
-                                        .a = s.A + top * kMatrix,
-                                        .b = s.previous,
-                                        .b_stride = ld,
-                                        .c_in = s.reads + top * ld,
-                                        .c_out = s.reads + top * ld,
-                                        .c_stride = ld});
+  product<MatrixRows, Start::kZero>({.rows = end - top,
+                                     .columns = ld,
+                                     .depth = top,
+                                     .a = s.A + top * kMatrix,
+                                     .b = s.previous,
+                                     .b_stride = ld,
+                                     .c_in = s.reads + top * ld,
+                                     .c_out = s.reads + top * ld,
+                                     .c_stride = ld});
   make_ahead(s, top, end);
   product<Columns, Start::kZero>({.rows = top,
                                   .columns = ld,

@@ -535,15 +535,15 @@ HWY_INLINE void correct_panel(const Block& block, const float* X, const float* v
     }
   } else if (block.form.writes_twice()) {
     alignas(64) float read[kBlock * kPanel];  // A2 v
-    product<Rows<kBlock>, Start::kZero>({.rows = kBlock,
-                                         .columns = kPanel,
-                                         .depth = kBlock,
-                                         .a = block.pairs2,
-                                         .b = v,
-                                         .b_stride = v_stride,
-                                         .c_in = read,
-                                         .c_out = read,
-                                         .c_stride = kPanel});
+    product<BlockRows, Start::kZero>({.rows = kBlock,
+                                      .columns = kPanel,
+                                      .depth = kBlock,
+                                      .a = block.pairs2,
+                                      .b = v,
+                                      .b_stride = v_stride,
+                                      .c_in = read,
+                                      .c_out = read,
+                                      .c_stride = kPanel});
     solve_panel(block, X, read, kPanel, R);
   } else {
     solve_panel(block, X, v, v_stride, R);

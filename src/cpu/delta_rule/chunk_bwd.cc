@@ -293,15 +293,15 @@ class ChunkKernel : public UnitKernel {
 
   // [Y; do] R^T of one panel, R transposed; rows [first, 32).
   void add_pair_gradients(int64_t first, const float* R_columns, float* pair_gradients) const {
-    product<Rows<kPanel>, Start::kAdd>({.rows = 2 * kBlock - first,
-                                        .columns = kBlock,
-                                        .depth = kPanel,
-                                        .a = Yd_ + first * kPanel,
-                                        .b = R_columns,
-                                        .b_stride = kBlock,
-                                        .c_in = pair_gradients + first * kBlock,
-                                        .c_out = pair_gradients + first * kBlock,
-                                        .c_stride = kBlock});
+    product<PanelRows, Start::kAdd>({.rows = 2 * kBlock - first,
+                                     .columns = kBlock,
+                                     .depth = kPanel,
+                                     .a = Yd_ + first * kPanel,
+                                     .b = R_columns,
+                                     .b_stride = kBlock,
+                                     .c_in = pair_gradients + first * kBlock,
+                                     .c_out = pair_gradients + first * kBlock,
+                                     .c_stride = kBlock});
   }
 
   // The second write's share of one panel: v's pair products, and dv = A2^T (beta Y) + P2^T do + w (k2 G) where dv_
@@ -361,18 +361,18 @@ class ChunkKernel : public UnitKernel {
   // Sums over value columns: reading_ = -Y S^T and do S^T (with the per-head e), writing_ = R G^T. Then G's update.
   void state_gradients(const Block& block, const float* S) {
     const int64_t first = block.first_read();
-    product<Rows<kPanel>, Start::kZero>({.rows = ld_,
-                                         .columns = 2 * kBlock - first,
-                                         .depth = kPanel,
-                                         .segments = item_.panels,
-                                         .a = S,
-                                         .a_segment = ld_ * kPanel,
-                                         .b = scaled_columns_ + first,
-                                         .b_stride = 2 * kBlock,
-                                         .c_in = reading_columns_,
-                                         .c_out = reading_columns_ + first,
-                                         .c_stride = 2 * kBlock,
-                                         .prefetcher = &prefetcher_});
+    product<PanelRows, Start::kZero>({.rows = ld_,
+                                      .columns = 2 * kBlock - first,
+                                      .depth = kPanel,
+                                      .segments = item_.panels,
+                                      .a = S,
+                                      .a_segment = ld_ * kPanel,
+                                      .b = scaled_columns_ + first,
+                                      .b_stride = 2 * kBlock,
+                                      .c_in = reading_columns_,
+                                      .c_out = reading_columns_ + first,
+                                      .c_stride = 2 * kBlock,
+                                      .prefetcher = &prefetcher_});
     transpose(reading_columns_ + first, 2 * kBlock, ld_, 2 * kBlock - first, reading_ + first * ld_, ld_);
     state_gradients_of_writes(R_columns_, writing_);
     if (block.k2 != nullptr) state_gradients_of_writes(v_columns_, writing2_);
@@ -396,18 +396,18 @@ class ChunkKernel : public UnitKernel {
 
   // writing = R G^T, R transposed.
   void state_gradients_of_writes(const float* R_columns, float* writing) {
-    product<Rows<kPanel>, Start::kZero>({.rows = ld_,
-                                         .columns = kBlock,
-                                         .depth = kPanel,
-                                         .segments = item_.panels,
-                                         .a = G,
-                                         .a_segment = ld_ * kPanel,
-                                         .b = R_columns,
-                                         .b_stride = kBlock,
-                                         .c_in = writing_columns_,
-                                         .c_out = writing_columns_,
-                                         .c_stride = kBlock,
-                                         .prefetcher = &prefetcher_});
+    product<PanelRows, Start::kZero>({.rows = ld_,
+                                      .columns = kBlock,
+                                      .depth = kPanel,
+                                      .segments = item_.panels,
+                                      .a = G,
+                                      .a_segment = ld_ * kPanel,
+                                      .b = R_columns,
+                                      .b_stride = kBlock,
+                                      .c_in = writing_columns_,
+                                      .c_out = writing_columns_,
+                                      .c_stride = kBlock,
+                                      .prefetcher = &prefetcher_});
     transpose(writing_columns_, kBlock, ld_, kBlock, writing, ld_);
   }
 
@@ -445,15 +445,15 @@ class ChunkKernel : public UnitKernel {
         store(dP, pair_factors_ + p);
       }
     }
-    product<Rows<kBlock>, Start::kAdd>({.rows = 2 * kBlock - first,
-                                        .columns = ld_,
-                                        .depth = kBlock,
-                                        .a = pair_gradients + first * kBlock,
-                                        .b = k,
-                                        .b_stride = ld_,
-                                        .c_in = reading_ + first * ld_,
-                                        .c_out = reading_ + first * ld_,
-                                        .c_stride = ld_});
+    product<BlockRows, Start::kAdd>({.rows = 2 * kBlock - first,
+                                     .columns = ld_,
+                                     .depth = kBlock,
+                                     .a = pair_gradients + first * kBlock,
+                                     .b = k,
+                                     .b_stride = ld_,
+                                     .c_in = reading_ + first * ld_,
+                                     .c_out = reading_ + first * ld_,
+                                     .c_stride = ld_});
     product<Columns, Start::kZero>({.rows = kBlock,
                                     .columns = ld_,
                                     .depth = 2 * kBlock - first,

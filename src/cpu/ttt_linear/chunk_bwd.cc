@@ -270,28 +270,28 @@ void token_gradients(const Head& head, const float* h, BackwardScratch& s) {
                                   .c_out = s.Dq,
                                   .c_stride = ld});
   // Sums over state columns: (dz; dyo) h^T and n dh^T.
-  product<Rows<kPanel>, Start::kZero>({.rows = ld,
-                                       .columns = 2 * rows,
-                                       .depth = kPanel,
-                                       .segments = ld / kPanel,
-                                       .a = h,
-                                       .a_segment = ld * kPanel,
-                                       .b = s.grad_columns,
-                                       .b_stride = 2 * rows,
-                                       .c_in = s.h_columns,
-                                       .c_out = s.h_columns,
-                                       .c_stride = 2 * rows});
-  product<Rows<kPanel>, Start::kZero>({.rows = ld,
-                                       .columns = rows,
-                                       .depth = kPanel,
-                                       .segments = ld / kPanel,
-                                       .a = s.dh,
-                                       .a_segment = ld * kPanel,
-                                       .b = s.n_columns,
-                                       .b_stride = rows,
-                                       .c_in = s.dh_columns,
-                                       .c_out = s.dh_columns,
-                                       .c_stride = rows});
+  product<PanelRows, Start::kZero>({.rows = ld,
+                                    .columns = 2 * rows,
+                                    .depth = kPanel,
+                                    .segments = ld / kPanel,
+                                    .a = h,
+                                    .a_segment = ld * kPanel,
+                                    .b = s.grad_columns,
+                                    .b_stride = 2 * rows,
+                                    .c_in = s.h_columns,
+                                    .c_out = s.h_columns,
+                                    .c_stride = 2 * rows});
+  product<PanelRows, Start::kZero>({.rows = ld,
+                                    .columns = rows,
+                                    .depth = kPanel,
+                                    .segments = ld / kPanel,
+                                    .a = s.dh,
+                                    .a_segment = ld * kPanel,
+                                    .b = s.n_columns,
+                                    .b_stride = rows,
+                                    .c_in = s.dh_columns,
+                                    .c_out = s.dh_columns,
+                                    .c_stride = rows});
   transpose(s.h_columns, 2 * rows, ld, 2 * rows, s.h_rows, ld);
   transpose(s.dh_columns, rows, ld, rows, s.dh_rows, ld);
 
