@@ -226,8 +226,7 @@ DeltaRuleResults step(const DeltaRuleCase& problem, const Context& context) {
   const DeltaRuleSpec& spec = problem.spec;
   DeltaRuleResults results;
   results.o = poisoned(spec.dtype, problem.v.shape());
-  results.final_state =
-      problem.initial_state.present() ? problem.initial_state.to(wide(spec)) : Tensor(wide(spec), state_shape(spec));
+  results.final_state = problem.initial_state.present() ? problem.initial_state : Tensor(wide(spec), state_shape(spec));
   DeltaRuleStep args;
   args.in = problem.inputs();
   args.in.initial_state = {};

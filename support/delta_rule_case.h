@@ -81,7 +81,8 @@ DeltaRuleResults forward(const DeltaRuleCase& problem, const Context& context, b
 // `saved` may hold the forward's fp32 chunk states.
 DeltaRuleResults backward(const DeltaRuleCase& problem, const Context& context, const Tensor& saved = {});
 
-// Decodes all T tokens in one call of the in-place step; o and final_state are filled.
+// Decodes all T tokens in one call of the in-place step; o and final_state are filled. The state is of the type of
+// problem.initial_state.
 DeltaRuleResults step(const DeltaRuleCase& problem, const Context& context);
 
 }  // namespace fastweight::support

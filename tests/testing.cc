@@ -162,7 +162,7 @@ StridedTensor::StridedTensor(const Tensor& x, Layout layout) {
   for (size_t i = order.size(); i-- > 0;) {
     view_.strides[order[i]] = stride;
     stride *= view_.shape[order[i]];
-    if (layout != Layout::kDense) stride += 3;
+    if (layout != Layout::kDense) stride += layout == Layout::kAlignedRows ? 4 : 3;
   }
   buffer_ = Tensor(x.dtype(), {stride + 2 * kGuard});
   std::memset(buffer_.data(), kSentinel, buffer_bytes());

@@ -174,8 +174,9 @@ Tensor poisoned(const Tensor& x, DType dtype);
 // Strided copies ----------------------------------------------------------------------------------------------------
 
 // How a dense tensor is spread in memory: the order of the axes from the widest stride to the narrowest, the distance
-// of neighbours along the narrowest, and a gap after every row, plane, .. .
-enum class Layout { kDense, kHeadsFirst, kEverySecond, kReversed };
+// of neighbours along the narrowest, and a gap after every row, plane, .. . With kAlignedRows the gaps keep the
+// alignment of rows of whole quads.
+enum class Layout { kDense, kHeadsFirst, kEverySecond, kReversed, kAlignedRows };
 inline constexpr Layout kLayouts[] = {Layout::kDense, Layout::kHeadsFirst, Layout::kEverySecond, Layout::kReversed};
 
 // A strided view into a buffer with guard zones around and between the elements.

@@ -1,12 +1,20 @@
 // Every implementation of the in-place step against the reference in double.
 #include <gtest/gtest.h>
 
+#include <iterator>
+#include <limits>
+#include <utility>
+#include <vector>
+
 #include "tests/delta_rule/cases.h"
 
 namespace fastweight::test {
 namespace {
 
 using support::draw;
+
+// On a device one token has a kernel of its own.
+constexpr int64_t kOneOrTwo[] = {1, 2};
 
 class Step : public ::testing::TestWithParam<Gate> {
  protected:
@@ -36,40 +44,74 @@ TEST_P(Step, VariableLengths) {
 }
 
 TEST_P(Step, Options) {
-  for (int variant = 0; variant < 6; ++variant) {
-    DeltaRuleSpec one = with_heads(spec(2, 36, 20), 1, 2);
-    one.options.qk_l2norm = true;
-    one.options.state_v_first = variant % 2 == 1;
-    one.options.beta_sigmoid = variant >= 1;
-    one.options.allow_neg_eigval = variant >= 2;
-    if (GetParam() != Gate::kNone) {
-      one.options.gate_in_kernel = variant >= 2;
-      one.dt_bias_absent = variant == 3;
+  for (int64_t T : kOneOrTwo) {
+    for (int variant = 0; variant < 6; ++variant) {
+      DeltaRuleSpec one = with_heads(spec(T, 36, 20), 1, 2);
+      one.options.qk_l2norm = true;
+      one.options.state_v_first = variant % 2 == 1;
+      one.options.beta_sigmoid = variant >= 1;
+      one.options.allow_neg_eigval = variant >= 2;
+      if (GetParam() != Gate::kNone) {
+        one.options.gate_in_kernel = variant >= 2;
+        one.dt_bias_absent = variant == 3;
+      }
+      if (GetParam() == Gate::kPerChannel && variant >= 4) {
+        one.options.lower_bound = -5;
+        one.a_log_absent = variant == 5;
+      }
+      check_step(draw(one, 64));
     }
-    if (GetParam() == Gate::kPerChannel && variant >= 4) {
-      one.options.lower_bound = -5;
-      one.a_log_absent = variant == 5;
-    }
-    check_step(draw(one, 64));
   }
 }
 
 TEST_P(Step, BetaForms) {
-  DeltaRuleSpec one = spec(2, 20, 36);
-  one.beta_absent = true;
-  check_step(draw(one, 65));
-  one.beta_absent = false;
-  one.beta_per_value = true;
-  check_step(draw(one, 65));
+  for (int64_t T : kOneOrTwo) {
+    DeltaRuleSpec one = spec(T, 20, 36);
+    one.beta_absent = true;
+    check_step(draw(one, 65));
+    one.beta_absent = false;
+    one.beta_per_value = true;
+    check_step(draw(one, 65));
+  }
 }
 
 TEST_P(Step, SixteenBitTypes) {
-  for (DType dtype : {DType::kBF16, DType::kF16}) {
-    for (DType gate_dtype : {DType::kF32, dtype}) {
-      DeltaRuleSpec one = with_heads(spec(3, 60, 100), 1, 2);
-      one.dtype = dtype;
-      one.gate_dtype = gate_dtype;
-      check_step(draw(one, 66));
+  for (int64_t T : {1, 3}) {
+    for (DType dtype : {DType::kBF16, DType::kF16}) {
+      for (DType gate_dtype : {DType::kF32, dtype}) {
+        DeltaRuleSpec one = with_heads(spec(T, 60, 100), 1, 2);
+        one.dtype = dtype;
+        one.gate_dtype = gate_dtype;
+        check_step(draw(one, 66));
+      }
+    }
+  }
+}
+
+// What a state in bf16 loses, it loses once per call, when it is written.
+TEST_P(Step, StatesInBf16) {
+  for (const auto& [K, V] :
+       std::vector<std::pair<int64_t, int64_t>>{{128, 128}, {64, 32}, {256, 8}, {20, 36}, {7, 5}}) {
+    for (int64_t T : {1, 3}) {
+      for (bool v_first : {false, true}) {
+        DeltaRuleSpec one = with_heads(spec(T, K, V), 1, 2);
+        one.B = 2;
+        one.options.state_v_first = v_first;
+        DeltaRuleCase problem = draw(one, 71);
+        problem.initial_state = problem.initial_state.to(DType::kBF16);
+        DeltaRuleCase wide = problem;
+        wide.initial_state = problem.initial_state.to(DType::kF32);
+        const DeltaRuleResults expected = support::step(support::in_double(problem), reference_context());
+        for (const std::string& name : implementations("step")) {
+          const auto results = unless_declined("step", name, [&] { return support::step(problem, context_for(name)); });
+          if (!results) continue;
+          expect_close(problem, *results, expected);
+          const DeltaRuleResults in_fp32 = support::step(wide, context_for(name));
+          const Tensor& state = (name == "reference" ? expected : in_fp32).final_state;  // it computes in double
+          EXPECT_TRUE(support::same_bits(results->o, in_fp32.o)) << name << " " << describe(one);
+          EXPECT_TRUE(support::same_bits(results->final_state, state.to(DType::kBF16))) << name << " " << describe(one);
+        }
+      }
     }
   }
 }
@@ -105,8 +147,9 @@ TEST_P(Step, StateIndices) {
   constexpr int64_t kSlots = 6;
   const std::vector<double> slots{4, -1, 0, 2};
   for (DType index_type : {DType::kI32, DType::kI64}) {
-    for (bool varlen : {false, true}) {
-      DeltaRuleSpec one = with_heads(spec(2, 20, 36), 1, 2);
+    for (int64_t T : {0, 1, 2}) {  // 0: packed sequences
+      const bool varlen = T == 0;
+      DeltaRuleSpec one = with_heads(spec(T, 20, 36), 1, 2);
       one.B = 4;
       if (varlen) one = with_lengths(one, {1, 3, 0, 2});
       const DeltaRuleCase problem = draw(one, 68);
@@ -173,32 +216,36 @@ TEST_P(Step, StateIndices) {
 
 // Inputs, state and o with gaps; nothing between them is written.
 TEST_P(Step, StridedTensors) {
-  for (Layout layout : kLayouts) {
-    DeltaRuleSpec one = with_heads(spec(2, 20, 36), 2, 2);
-    one.B = 2;
-    const DeltaRuleCase problem = draw(one, 70);
-    const DeltaRuleResults expected = support::step(support::in_double(problem), reference_context());
-    DeltaRuleCase stateless = problem;
-    stateless.initial_state = {};
-    const StridedInputs in(stateless, layout);
-    for (const std::string& name : implementations("step")) {
-      const StridedTensor state(problem.initial_state, layout);
-      const StridedTensor o(Tensor(DType::kF32, problem.v.shape()), layout);
-      DeltaRuleStep args;
-      args.in = in.views();
-      args.options = one.options;
-      args.state = state.view();
-      args.o = o.view();
-      const auto results = unless_declined("step", name, [&] {
-        DeltaRuleResults all;
-        all.implementation = support::run(context_for(name), args);
-        all.o = o.dense();
-        all.final_state = state.dense();
-        return all;
-      });
-      if (!results) continue;
-      expect_close(problem, *results, expected);
-      EXPECT_TRUE(state.guards_intact() && o.guards_intact()) << name << " wrote outside its outputs";
+  std::vector<Layout> layouts(std::begin(kLayouts), std::end(kLayouts));
+  layouts.push_back(Layout::kAlignedRows);
+  for (Layout layout : layouts) {
+    for (int64_t T : kOneOrTwo) {
+      DeltaRuleSpec one = with_heads(spec(T, 20, 36), 2, 2);
+      one.B = 2;
+      const DeltaRuleCase problem = draw(one, 70);
+      const DeltaRuleResults expected = support::step(support::in_double(problem), reference_context());
+      DeltaRuleCase stateless = problem;
+      stateless.initial_state = {};
+      const StridedInputs in(stateless, layout);
+      for (const std::string& name : implementations("step")) {
+        const StridedTensor state(problem.initial_state, layout);
+        const StridedTensor o(Tensor(DType::kF32, problem.v.shape()), layout);
+        DeltaRuleStep args;
+        args.in = in.views();
+        args.options = one.options;
+        args.state = state.view();
+        args.o = o.view();
+        const auto results = unless_declined("step", name, [&] {
+          DeltaRuleResults all;
+          all.implementation = support::run(context_for(name), args);
+          all.o = o.dense();
+          all.final_state = state.dense();
+          return all;
+        });
+        if (!results) continue;
+        expect_close(problem, *results, expected);
+        EXPECT_TRUE(state.guards_intact() && o.guards_intact()) << name << " wrote outside its outputs";
+      }
     }
   }
 }
