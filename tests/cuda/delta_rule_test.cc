@@ -392,13 +392,7 @@ TEST(CudaWorkspace, FromTheCaller) {
 // Refused calls ------------------------------------------------------------------------------------------------------
 
 void expect_refused(const DeltaRuleForward& args, const Context& context, ErrorCode code, const std::string& text) {
-  try {
-    delta_rule_forward(context, args);
-    ADD_FAILURE() << "accepted; expected: " << text;
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code);
-    EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
-  }
+  test::expect_refused(code, text, [&] { delta_rule_forward(context, args); });
 }
 
 TEST(CudaErrors, DevicesAndPointers) {
@@ -455,6 +449,23 @@ TEST(CudaErrors, WhatIsNotThere) {
   DeltaRuleForward args = in_double.args;
   args.final_state = args.chunk_states = {};
   expect_refused(args, context_for(""), ErrorCode::kUnsupported, "fp64");
+}
+
+TEST(CudaErrors, MoreHeadsThanKernelsCount) {
+  constexpr int64_t kHeads = (int64_t{1} << 32) + 8;
+  const std::string text = "recurrent: takes up to 1073741824 heads, got 4294967304";
+  Nowhere nowhere;
+  DeltaRuleForward forward;
+  forward.in.q = nowhere({1, 1, 8, 1});
+  forward.in.k = nowhere({1, 1, 8, 1});
+  forward.in.v = nowhere({1, 1, kHeads, 1});
+  forward.o = nowhere({1, 1, kHeads, 1});
+  expect_refused(forward, Nowhere::context(), ErrorCode::kUnsupported, text);
+  DeltaRuleStep step;
+  step.in = forward.in;
+  step.o = forward.o;
+  step.state = nowhere({1, kHeads, 1, 1});
+  test::expect_refused(ErrorCode::kUnsupported, text, [&] { delta_rule_step(Nowhere::context(), step); });
 }
 
 }  // namespace

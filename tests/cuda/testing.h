@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <string>
 #include <vector>
 
+#include "fastweight/error.h"
 #include "support/placement.h"
 #include "tests/testing.h"
 
@@ -24,6 +26,36 @@ inline void poison(support::DeviceCopy& x) {
   values.fill(std::numeric_limits<double>::quiet_NaN());
   x.set(values);
 }
+
+// call() is refused, and the message has the text.
+template <class Call>
+void expect_refused(ErrorCode code, const std::string& text, const Call& call) {
+  try {
+    call();
+    ADD_FAILURE() << "accepted; expected: " << text;
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), code);
+    EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+  }
+}
+
+// Views of memory that nobody has, apart from each other, for calls that are refused before they touch it. Their
+// context trusts pointers.
+class Nowhere {
+ public:
+  TensorView operator()(std::initializer_list<int64_t> shape) {
+    next_ += uintptr_t{1} << 40;
+    return TensorView::dense(reinterpret_cast<void*>(next_), DType::kF32, shape, kCuda);
+  }
+  static Context context() {
+    Context context = context_for("");
+    context.trust_pointers = true;
+    return context;
+  }
+
+ private:
+  uintptr_t next_ = 0;
+};
 
 // After a step on all slots of a state: those of the sequences `skipped` are as before and their outputs 0, those of
 // `advanced` are not as before.

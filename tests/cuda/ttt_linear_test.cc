@@ -249,5 +249,30 @@ TEST(CudaTttLinear, SlotsAndPositionsThatDoNotExist) {
   }
 }
 
+TEST(CudaTttLinear, MoreHeadsThanKernelsCount) {
+  constexpr int64_t kHeads = (int64_t{1} << 32) + 8;
+  const std::string text = "recurrent: takes up to 1073741824 heads, got 4294967304";
+  Nowhere nowhere;
+  TttLinearForward forward;
+  forward.in.q = nowhere({1, 1, kHeads, 1});
+  forward.in.k = nowhere({1, 1, kHeads, 1});
+  forward.in.v = nowhere({1, 1, kHeads, 1});
+  forward.in.w = nowhere({kHeads, 1});
+  forward.in.b = nowhere({kHeads, 1});
+  forward.in.eta = nowhere({1, 1, kHeads});
+  forward.o = nowhere({1, 1, kHeads, 1});
+  expect_refused(ErrorCode::kUnsupported, text, [&] { ttt_linear_forward(Nowhere::context(), forward); });
+  TttLinearStep step;
+  step.in = forward.in;
+  step.o = forward.o;
+  step.state = nowhere({1, kHeads, 1, 1});
+  step.state_bias = nowhere({1, kHeads, 1, 1});
+  step.gradient = nowhere({1, kHeads, 1, 1});
+  step.gradient_bias = nowhere({1, kHeads, 1, 1});
+  step.position = nowhere({1});
+  step.position.dtype = DType::kI32;
+  expect_refused(ErrorCode::kUnsupported, text, [&] { ttt_linear_step(Nowhere::context(), step); });
+}
+
 }  // namespace
 }  // namespace fastweight::test

@@ -8,8 +8,14 @@
 namespace fastweight::cuda {
 namespace {
 
-std::string declines_chunk_forward(const DeltaRuleForwardProblem& problem) {
+template <class Problem>
+std::string declines_recurrent(const Problem& problem) {
   const std::string reason = no_fp64(problem);
+  return reason.empty() ? too_many_heads(problem.sizes.num_value_heads) : reason;
+}
+
+std::string declines_chunk_forward(const DeltaRuleForwardProblem& problem) {
+  const std::string reason = declines_recurrent(problem);
   if (!reason.empty()) return reason;
   return takes_16_bit_operands(problem) ? declines_chunk_forward_16(problem) : declines_chunk_forward_fp32(problem);
 }
@@ -20,10 +26,10 @@ void chunk_forward(const DeltaRuleForwardProblem& problem, const Context& contex
 
 constexpr Implementation<DeltaRuleForwardProblem> kForward[] = {
     {"chunk", declines_chunk_forward, always, chunk_forward},
-    {"recurrent", no_fp64, always, recurrent_forward},
+    {"recurrent", declines_recurrent, always, recurrent_forward},
 };
 constexpr Implementation<DeltaRuleStepProblem> kStep[] = {
-    {"recurrent", no_fp64, always, recurrent_step},
+    {"recurrent", declines_recurrent, always, recurrent_step},
 };
 
 }  // namespace

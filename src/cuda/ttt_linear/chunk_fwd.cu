@@ -9,7 +9,6 @@ namespace fastweight::cuda::ttt {
 
 std::string declines_chunk_forward(const TttLinearForwardProblem& problem) {
   const DType dtype = problem.args.in.q.dtype;
-  if (problem.has_fp64) return "computes in fp32; fp64 tensors run on the CPU's reference";
   if (dtype != DType::kBF16 && dtype != DType::kF16) return "q, k and v must be bf16 or fp16";
   size_t bytes = 0;
   with_shape(problem.sizes.head_dim, problem.args.options.mini_batch,

@@ -1,17 +1,30 @@
 #include "cuda/ttt_linear/list.h"
 
+#include <string>
+
 #include "cuda/declines.h"
 #include "cuda/ttt_linear/implementations.h"
 
 namespace fastweight::cuda {
 namespace {
 
+template <class Problem>
+std::string declines_recurrent(const Problem& problem) {
+  const std::string reason = no_fp64(problem);
+  return reason.empty() ? too_many_heads(problem.sizes.num_heads) : reason;
+}
+
+std::string declines_chunk_forward(const TttLinearForwardProblem& problem) {
+  const std::string reason = declines_recurrent(problem);
+  return reason.empty() ? ttt::declines_chunk_forward(problem) : reason;
+}
+
 constexpr Implementation<TttLinearForwardProblem> kForward[] = {
-    {"chunk", ttt::declines_chunk_forward, always, ttt::chunk_forward},
-    {"recurrent", no_fp64, always, ttt::recurrent_forward},
+    {"chunk", declines_chunk_forward, always, ttt::chunk_forward},
+    {"recurrent", declines_recurrent, always, ttt::recurrent_forward},
 };
 constexpr Implementation<TttLinearStepProblem> kStep[] = {
-    {"recurrent", no_fp64, always, ttt::recurrent_step},
+    {"recurrent", declines_recurrent, always, ttt::recurrent_step},
 };
 
 }  // namespace
