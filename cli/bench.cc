@@ -8,6 +8,7 @@
 #include <fstream>
 #include <map>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -30,6 +31,8 @@
 
 namespace fastweight::cli {
 namespace {
+
+constexpr int64_t kMostSequences = 1 << 15;  // of --varlen
 
 struct Plan {
   std::vector<Config> configs;
@@ -137,6 +140,47 @@ void check_implementation_names(Device device, const std::vector<std::string>& n
   }
 }
 
+// A flag that only some operators and modes take.
+struct PartialFlag {
+  const char* name;
+  const char* takers;
+  bool (*applies)(Op op, Mode mode);
+};
+
+bool takes_state(Op op, Mode mode) { return is_delta_rule(op) && mode == Mode::kStep; }
+bool takes_saved_states(Op op, Mode mode) {
+  return (is_delta_rule(op) || related_of(op).has_value()) && mode != Mode::kStep;
+}
+bool takes_varlen(Op op, Mode mode) { return op != Op::kL2Norm && mode != Mode::kStep; }
+
+constexpr PartialFlag kPartialFlags[] = {
+    {"--state", "a step of delta_rule, gdn or kda", takes_state},
+    {"--saved-states", "fwd or bwd of the delta-rule family or a related operator", takes_saved_states},
+    {"--varlen", "fwd or bwd of an operator other than l2norm", takes_varlen},
+};
+
+// A flag that nothing in the plan takes is a mistake.
+void check_partial_flags(const Flags& flags, const std::vector<std::pair<Op, Mode>>& planned) {
+  for (const PartialFlag& flag : kPartialFlags) {
+    std::vector<std::string> names;
+    bool applies = planned.empty();
+    for (const auto& [op, mode] : planned) {
+      applies = applies || flag.applies(op, mode);
+      names.push_back(op_name(op) + " " + mode_name(mode));
+    }
+    if (flags.has(flag.name) && !applies) {
+      throw UsageError(std::string(flag.name) + ": expected " + flag.takers + ", got " + join(names, ", "));
+    }
+  }
+}
+
+// `asked` is the value of --state. The short convolution keeps rows of its inputs.
+std::optional<DType> state_dtype_of(Op op, Mode mode, DType dtype, DType asked) {
+  if (block_of(op)) return std::nullopt;
+  if (op == Op::kShortConv) return dtype;
+  return takes_state(op, mode) ? asked : DType::kF32;
+}
+
 Plan make_plan(const Flags& flags) {
   Plan plan;
   const bool quick = flags.has("--quick");
@@ -155,18 +199,20 @@ Plan make_plan(const Flags& flags) {
     if (needs_tokens && shape.T == 0) throw UsageError("--shape: T is missing (only --mode step does without)");
     if (shape.HV % shape.H != 0) throw UsageError("--shape: HV has to be a multiple of H");
   }
+  if (plan.on_cuda() && flags.has("--threads")) throw UsageError("--threads: is for the CPU");
   std::vector<int> thread_counts;
   for (const std::string& text : flags.list("--threads")) {
-    thread_counts.push_back(static_cast<int>(parse_integer("--threads", text, 1)));
+    thread_counts.push_back(static_cast<int>(parse_integer("--threads", text, 1, kMostThreads)));
   }
   if (thread_counts.empty()) thread_counts.push_back(plan.on_cuda() ? 1 : default_num_threads());
   const std::string state = flags.text("--state", "fp32");
   if (state != "fp32" && state != "bf16") throw UsageError("--state: expected fp32 or bf16, got '" + state + "'");
   const DType state_dtype = state == "fp32" ? DType::kF32 : DType::kBF16;
-  const int64_t sequences = flags.integer("--varlen", 0, 1);
+  const int64_t sequences = flags.integer("--varlen", 0, 1, kMostSequences);
   std::vector<DType> dtypes = {DType::kF32};
   if (flags.has("--dtype")) dtypes = parse_dtypes(flags.list("--dtype"));
 
+  std::vector<std::pair<Op, Mode>> planned;
   for (Op op : parse_ops(flags.list("--op"))) {
     for (Mode mode : modes) {
       if (implementations(op, mode, plan.device).empty()) {
@@ -174,6 +220,7 @@ Plan make_plan(const Flags& flags) {
         if (flags.has("--op") && flags.has("--mode")) throw UsageError("--mode: " + reason);
         continue;
       }
+      planned.emplace_back(op, mode);
       const std::vector<std::string> chosen = choose_implementations(op, mode, plan.device, named);
       for (const std::string& name : named) {
         if (flags.has("--mode") && !known(chosen, name)) {
@@ -196,8 +243,10 @@ Plan make_plan(const Flags& flags) {
         for (DType dtype : dtypes) {
           for (int threads : thread_counts) {
             for (const std::string& name : chosen) {
-              BenchChoice choice{op, mode, shape, dtype, 0, state_dtype, flags.has("--saved-states")};
-              if (mode != Mode::kStep && sequences > 0) {
+              BenchChoice choice{op, mode, shape, dtype};
+              choice.state_dtype = state_dtype_of(op, mode, dtype, state_dtype);
+              choice.saved_states = flags.has("--saved-states") && takes_saved_states(op, mode);
+              if (sequences > 0 && takes_varlen(op, mode)) {
                 if (shape.B != 1) throw UsageError("--varlen: needs shapes with B=1, got " + shape.text());
                 choice.sequences = sequences;
               }
@@ -208,6 +257,7 @@ Plan make_plan(const Flags& flags) {
       }
     }
   }
+  check_partial_flags(flags, planned);
   return plan;
 }
 
@@ -240,8 +290,8 @@ Timing time_config(const BenchProblem& problem, const Config& config, const Plan
   const FmaMeter meter(config.threads);
   std::vector<double> times, rates;
   double total = 0;
-  while (times.size() < kMostCalls &&
-         (times.size() < static_cast<size_t>(plan.repeat) || total < plan.min_seconds * 1e3)) {
+  while (times.size() < static_cast<size_t>(plan.repeat) ||
+         (times.size() < kMostCalls && total < plan.min_seconds * 1e3)) {
     // Before every call, unless calls are so short that this would take longer than they do.
     if (static_cast<double>(rates.size()) * FmaMeter::kSeconds * 1e3 <= total) rates.push_back(meter.gflops());
     times.push_back(call_ms(problem, context, timing.implementation));
@@ -392,9 +442,10 @@ void Bench::measure_on_cuda(const Config& config, const BenchProblem& problem) {
   record.gbps = problem.bytes() / timing.median_ms * 1e-6;
   records_.push_back(record);
   progress_.clear();
+  const std::optional<DType> state = config.choice.state_dtype;
   const auto microseconds = [](double ms) { return format("%.2f", 1e3 * ms); };
   table_.row({op_name(config.choice.op), mode_name(config.choice.mode), timing.implementation,
-              dtype_name(config.choice.dtype), dtype_name(config.choice.state_dtype), config.choice.shape.text(),
+              dtype_name(config.choice.dtype), state ? dtype_name(*state) : "-", config.choice.shape.text(),
               microseconds(timing.median_ms), microseconds(timing.min_ms), microseconds(timing.p90_ms),
               microseconds(measured.cuda.eager_ms), microseconds(measured.cuda.host_ms), format("%.0f", record.gflops),
               format("%.0f", record.gbps), format("%.1f", 100 * record.share_of_memcpy())});
@@ -425,8 +476,9 @@ void Bench::note_cached_states(const BenchChoice& choice) {
   if (choice.mode != Mode::kStep || plan_.on_cuda()) return;
   const Shape& s = choice.shape;
   if (choice.op == Op::kShortConv) return;
-  const double per_head = choice.op == Op::kTttLinear ? 2 : 1;  // the state and the sums
-  const double bytes = 4.0 * per_head * static_cast<double>(s.B * s.HV * s.K * s.V);
+  const int64_t per_head = choice.op == Op::kTttLinear ? 2 : 1;  // the state and the sums
+  const int64_t each = element_size(choice.state_dtype.value());
+  const double bytes = static_cast<double>(each * per_head * s.B * s.HV * s.K * s.V);
   if (bytes >= 2.0 * static_cast<double>(machine_.last_level_cache_bytes())) return;
   const std::string note = "note: step " + s.text() + format(": %.3g MiB of states, ", bytes / (1 << 20)) +
                            "which stay in the caches in part or as a whole";
@@ -483,38 +535,39 @@ int Bench::run() {
 }  // namespace
 
 int run_bench(const std::vector<std::string>& arguments) {
-  const Flags flags(
-      {{"--op", "NAMES",
-        "delta_rule, gdn (gated_delta_rule), kda, ttt_linear, short_conv, chunk_local_cumsum,\n"
-        "scaled_dot_kkt, solve_tril, wy, l2norm, gate_activation (default: all)"},
-       {"--mode", "NAMES", "fwd, bwd, step (default: all)"},
-       {"--impl", "NAMES", "as `fastweight info` lists them, or auto (default: all but the reference)"},
-       {"--dtype", "NAMES", "fp32, bf16, fp16 (default: fp32)"},
-       {"--state", "NAME", "fp32 or bf16: the states of a delta-rule step (default: fp32)"},
-       {"--device", "NAME",
-        "cpu or cuda (default: cpu). On CUDA: the time of a call in a graph, with data that\n"
-        "is not in the cache; eager: enqueued one by one; host: what the caller spends"},
-       {"--threads", "COUNTS", "threads per call (default: every core)"},
-       {"--shape", "SHAPE",
-        "B=1,T=4096,H=16,K=128,V=128; HV= where it differs from H; D= for K and V; may be\n"
-        "repeated.\n"
-        "A step takes one token for each of B states, whatever T is: choose B so that\n"
-        "the states (4 B HV K V bytes, twice that for ttt_linear) exceed the caches"},
-       {"--varlen", "N", "cut T into N packed sequences of growing length (fwd, bwd)"},
-       {"--saved-states", "", "the forward writes the chunk states and the backward reads them (not ttt_linear)"},
-       {"--min-time", "SECONDS", "measure each configuration at least this long (default: 0.5)"},
-       {"--repeat", "N", "and at least this many times (default: 5)"},
-       {"--quick", "", "small problems and short measurements"},
-       {"--json", "FILE", "write the results as a list of records"},
-       {"--plot", "FILE", "write a bar chart as SVG"}},
-      arguments);
+  const Flags flags({{"--op", "NAMES", wrap(join(op_words(), ", ") + " (default: all)", 90)},
+                     {"--mode", "NAMES", "fwd, bwd, step (default: all)"},
+                     {"--impl", "NAMES", "as `fastweight info` lists them, or auto (default: all but the reference)"},
+                     {"--dtype", "NAMES", "fp32, bf16, fp16 (default: fp32)"},
+                     {"--state", "NAME", "fp32 or bf16: the states of a delta-rule step (default: fp32)"},
+                     {"--device", "NAME",
+                      "cpu or cuda (default: cpu). On CUDA: the time of a call in a graph, with data that\n"
+                      "is not in the cache; eager: enqueued one by one; host: what the caller spends"},
+                     {"--threads", "COUNTS", "threads per call (default: every core)"},
+                     {"--shape", "SHAPE",
+                      "B=1,T=4096,H=16,K=128,V=128; HV= where it differs from H; D= for K and V; may be\n"
+                      "repeated.\n"
+                      "A step takes one token for each of B states, whatever T is: choose B so that\n"
+                      "the states (4 B HV K V bytes, in bf16 half, for ttt_linear twice that) exceed the caches"},
+                     {"--varlen", "N", "cut T into N packed sequences of growing length (fwd, bwd; not l2norm)"},
+                     {"--saved-states", "",
+                      "the forward writes the chunk states and the backward reads them (delta-rule family and\n"
+                      "related operators)"},
+                     {"--min-time", "SECONDS", "measure each configuration at least this long (default: 0.5)"},
+                     {"--repeat", "N", "and at least this many times (default: 5)"},
+                     {"--quick", "", "small problems and short measurements"},
+                     {"--json", "FILE", "write the results as a list of records"},
+                     {"--plot", "FILE", "write a bar chart as SVG"}},
+                    arguments);
   if (flags.help()) {
     std::printf(
         "usage: fastweight bench [FLAGS]\n\n"
         "Times calls of the public API on prepared, touched buffers, with scratch memory kept from call to call, "
         "after\n"
         "a warm-up; `first` is the very first call of a configuration. GFLOP/s count F = 6KV + 64(K+V) per token and\n"
-        "value head forward, 3F backward, 7KV for a step; for ttt_linear F = 6D^2 + 96D, and 8D^2 for a step; for\n"
+        "value head forward, 3F backward, 7KV for a step; for linear_attention, simple_gla and gla F = 4KV + 32(K+V),\n"
+        "for comba the delta rule's, for iplr and dplr 8KV + 128(K+V); for ttt_linear 6D^2 + 96D, and 8D^2 for a step; "
+        "for\n"
         "short_conv, H K channels of width 4 with silu, 2W + 4 per token and channel, 3 times that backward. Blocks, "
         "with\n"
         "chunks of C = 64, count per token and value head 2CK (scaled_dot_kkt; backward 4CK), C^2/3 (solve_tril; 4C^2) "

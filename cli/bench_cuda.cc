@@ -65,7 +65,7 @@ CudaMeasurement time_on_cuda(const BenchProblem& host, const Config& config, Dev
   constexpr size_t kMostReplays = 5000, kLeastReplays = 20;
   const size_t least = std::max(kLeastReplays, static_cast<size_t>(repeat));
   std::vector<double> times;
-  while (times.size() < kMostReplays && (times.size() < least || seconds_since(start) < min_seconds)) {
+  while (times.size() < least || (times.size() < kMostReplays && seconds_since(start) < min_seconds)) {
     times.push_back(replay_ms());
   }
   std::ranges::sort(times);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -187,7 +188,7 @@ DeltaRuleBench::DeltaRuleBench(const BenchChoice& choice) : choice_(choice) {
   if (choice_.mode == Mode::kStep) {
     step_.in = in;
     step_.options = options;
-    data_.initial_state = data_.initial_state.to(choice_.state_dtype);
+    data_.initial_state = data_.initial_state.to(choice_.state_dtype.value());
     step_.state = data_.initial_state.view();
     step_.o = output(choice_.dtype, {s.B, s.T, s.HV, s.V});
   }
@@ -637,7 +638,7 @@ Shape parse_shape(const std::string& text) {
       throw UsageError("--shape: expected B=..,T=..,H=..,HV=..,K=..,V=.. or D=.., got '" + part + "' in '" + text +
                        "'");
     }
-    *field->second = parse_integer("--shape: " + name, part.substr(equals + 1), 1);
+    *field->second = parse_integer("--shape: " + name, part.substr(equals + 1), 1, std::numeric_limits<int32_t>::max());
   }
   if (D > 0 && (shape.K > 0 || shape.V > 0)) throw UsageError("--shape: D stands for K and V in '" + text + "'");
   if (D > 0) shape.K = shape.V = D;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "cli/names.h"
@@ -27,8 +28,10 @@ struct BenchChoice {
   Shape shape;
   DType dtype = DType::kF32;
   int64_t sequences = 0;  // more than 0: T is cut into this many packed sequences of growing length (not for steps)
-  DType state_dtype = DType::kF32;  // of a step of the delta-rule family: fp32 or bf16
-  bool saved_states = false;        // the forward writes the chunk states, the backward reads them
+  // Of the states; the building blocks have none. bf16 is for a step of the delta-rule family and the short
+  // convolution.
+  std::optional<DType> state_dtype = DType::kF32;
+  bool saved_states = false;  // the forward writes the chunk states, the backward reads them
 };
 
 inline constexpr int64_t kBlockChunk = 64;  // C of the building blocks

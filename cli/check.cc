@@ -567,7 +567,7 @@ int run_check(const std::vector<std::string>& arguments) {
     return 0;
   }
   const std::string golden = flags.text("--golden", folder);
-  const int threads = static_cast<int>(flags.integer("--threads", default_num_threads(), 1));
+  const int threads = static_cast<int>(flags.integer("--threads", default_num_threads(), 1, kMostThreads));
   return Checker(parse_ops(flags.list("--op")), threads, parse_device(flags.text("--device", "cpu"))).run(golden);
 }
 

@@ -41,8 +41,8 @@ double Flags::number(const std::string& name, double otherwise, double least) co
   return has(name) ? parse_number(name, text(name, ""), least) : otherwise;
 }
 
-int64_t Flags::integer(const std::string& name, int64_t otherwise, int64_t least) const {
-  return has(name) ? parse_integer(name, text(name, ""), least) : otherwise;
+int64_t Flags::integer(const std::string& name, int64_t otherwise, int64_t least, int64_t most) const {
+  return has(name) ? parse_integer(name, text(name, ""), least, most) : otherwise;
 }
 
 std::vector<std::string> Flags::all(const std::string& name) const {
@@ -86,11 +86,13 @@ std::vector<std::string> split(const std::string& text, char separator) {
   return parts;
 }
 
-int64_t parse_integer(const std::string& flag, const std::string& text, int64_t least) {
+int64_t parse_integer(const std::string& flag, const std::string& text, int64_t least, int64_t most) {
   int64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || value < least) {
-    throw UsageError(flag + ": expected an integer of at least " + std::to_string(least) + ", got '" + text + "'");
+  if (error != std::errc() || end != text.data() + text.size() || value < least || value > most) {
+    const std::string range = most == kAnyInteger ? "of at least " + std::to_string(least)
+                                                  : "from " + std::to_string(least) + " to " + std::to_string(most);
+    throw UsageError(flag + ": expected an integer " + range + ", got '" + text + "'");
   }
   return value;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -13,6 +14,9 @@ namespace fastweight::cli {
 struct UsageError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+inline constexpr int64_t kAnyInteger = std::numeric_limits<int64_t>::max();
+inline constexpr int64_t kMostThreads = 1024;  // of --threads
 
 struct Flag {
   std::string name;   // with its dashes
@@ -31,7 +35,7 @@ class Flags {
   // The last value given.
   std::string text(const std::string& name, const std::string& otherwise) const;
   double number(const std::string& name, double otherwise, double least) const;
-  int64_t integer(const std::string& name, int64_t otherwise, int64_t least) const;
+  int64_t integer(const std::string& name, int64_t otherwise, int64_t least, int64_t most = kAnyInteger) const;
 
   // Every value of a flag that may repeat; `list` also splits at commas.
   std::vector<std::string> all(const std::string& name) const;
@@ -47,8 +51,8 @@ class Flags {
 
 std::vector<std::string> split(const std::string& text, char separator);
 
-// Throws UsageError(flag: expected .., got ..) unless all of `text` is a number of at least `least`.
-int64_t parse_integer(const std::string& flag, const std::string& text, int64_t least);
+// Throws UsageError(flag: expected .., got ..) unless all of `text` is a number of at least `least` and at most `most`.
+int64_t parse_integer(const std::string& flag, const std::string& text, int64_t least, int64_t most = kAnyInteger);
 double parse_number(const std::string& flag, const std::string& text, double least);
 
 }  // namespace fastweight::cli

@@ -18,14 +18,20 @@ std::string utc_date() {
   return text;
 }
 
+// Every record has every field: null is what does not apply to it or is not measured on its device.
 nlohmann::ordered_json record_json(const Record& record, const Machine& machine, const std::string& date) {
   const BenchChoice& choice = record.config.choice;
   const Shape& shape = choice.shape;
+  const auto value_if = [](bool applies, const auto& value) {
+    return applies ? nlohmann::ordered_json(value) : nlohmann::ordered_json(nullptr);
+  };
+  const bool on_cuda = record.cuda.has_value();
+  const CudaTiming cuda = record.cuda.value_or(CudaTiming{});
   nlohmann::ordered_json json;
   json["op"] = op_name(choice.op);
   json["mode"] = mode_name(choice.mode);
   json["impl"] = record.timing.implementation;
-  json["device"] = record.cuda ? "cuda" : "cpu";
+  json["device"] = on_cuda ? "cuda" : "cpu";
   json["dtype"] = dtype_name(choice.dtype);
   json["threads"] = record.config.threads;
   json["B"] = shape.B;
@@ -34,7 +40,7 @@ nlohmann::ordered_json record_json(const Record& record, const Machine& machine,
   json["HV"] = shape.HV;
   json["K"] = shape.K;
   json["V"] = shape.V;
-  if (block_of(choice.op)) json["C"] = kBlockChunk;
+  json["C"] = value_if(block_of(choice.op).has_value(), kBlockChunk);
   json["sequences"] = choice.sequences > 0 ? choice.sequences : shape.B;
   json["saved_states"] = choice.saved_states;
   json["median_ms"] = record.timing.median_ms;
@@ -43,17 +49,14 @@ nlohmann::ordered_json record_json(const Record& record, const Machine& machine,
   json["first_call_ms"] = record.timing.first_ms;
   json["calls"] = record.timing.calls;
   json["gflops"] = record.gflops;
-  if (record.cuda) {
-    json["eager_ms"] = record.cuda->eager_ms;
-    json["host_ms"] = record.cuda->host_ms;
-    json["data_sets"] = record.cuda->data_sets;
-    json["cuda_device"] = record.cuda->device;
-  } else {
-    json["peak_gflops"] = record.peak_gflops();
-    json["best_peak_gflops"] = record.limits.gflops;
-    json["share_of_peak"] = record.share_of_peak();
-  }
-  json["state_dtype"] = dtype_name(choice.state_dtype);
+  json["eager_ms"] = value_if(on_cuda, cuda.eager_ms);
+  json["host_ms"] = value_if(on_cuda, cuda.host_ms);
+  json["data_sets"] = value_if(on_cuda, cuda.data_sets);
+  json["cuda_device"] = value_if(on_cuda, cuda.device);
+  json["peak_gflops"] = value_if(!on_cuda, record.peak_gflops());
+  json["best_peak_gflops"] = value_if(!on_cuda, record.limits.gflops);
+  json["share_of_peak"] = value_if(!on_cuda, record.share_of_peak());
+  json["state_dtype"] = value_if(choice.state_dtype.has_value(), dtype_name(choice.state_dtype.value_or(DType::kF32)));
   json["gbps"] = record.gbps;
   json["memcpy_gbps"] = record.limits.memcpy_gbps;
   json["share_of_memcpy"] = record.share_of_memcpy();

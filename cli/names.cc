@@ -52,14 +52,20 @@ std::string name_of(const Word<T> (&words)[kCount], T meaning) {
 }
 
 template <class T, size_t kCount>
+std::vector<std::string> texts_of(const Word<T> (&words)[kCount]) {
+  std::vector<std::string> texts;
+  for (const Word<T>& word : words) texts.push_back(word.text);
+  return texts;
+}
+
+template <class T, size_t kCount>
 std::vector<T> parse(const char* flag, const Word<T> (&words)[kCount], const std::vector<std::string>& values) {
   std::vector<T> meanings;
   for (const std::string& value : values) {
     const auto word = std::ranges::find_if(words, [&](const Word<T>& w) { return value == w.text; });
     if (word == std::end(words)) {
-      std::vector<std::string> known;
-      for (const Word<T>& w : words) known.push_back(w.text);
-      throw UsageError(std::string(flag) + ": expected one of " + join(known, ", ") + ", got '" + value + "'");
+      throw UsageError(std::string(flag) + ": expected one of " + join(texts_of(words), ", ") + ", got '" + value +
+                       "'");
     }
     if (std::ranges::find(meanings, word->meaning) == meanings.end()) meanings.push_back(word->meaning);
   }
@@ -72,6 +78,8 @@ std::string op_name(Op op) { return name_of(kOpWords, op); }
 std::string mode_name(Mode mode) { return name_of(kModeWords, mode); }
 std::string dtype_name(DType dtype) { return name_of(kDTypeWords, dtype); }
 
+std::vector<std::string> op_words() { return texts_of(kOpWords); }
+
 std::vector<Op> parse_ops(const std::vector<std::string>& values) {
   return values.empty() ? std::vector(kOps.begin(), kOps.end()) : parse("--op", kOpWords, values);
 }
@@ -83,6 +91,8 @@ std::vector<Mode> parse_modes(const std::vector<std::string>& values) {
 std::vector<DType> parse_dtypes(const std::vector<std::string>& values) {
   return values.empty() ? std::vector(kDTypes.begin(), kDTypes.end()) : parse("--dtype", kDTypeWords, values);
 }
+
+bool is_delta_rule(Op op) { return op == Op::kDeltaRule || op == Op::kGdn || op == Op::kKda; }
 
 Gate gate_of(Op op) {
   switch (op) {

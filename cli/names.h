@@ -47,13 +47,16 @@ std::string op_name(Op op);           // delta_rule, gdn, kda, gla, comba, .., s
 std::string mode_name(Mode mode);     // fwd, bwd, step
 std::string dtype_name(DType dtype);  // fp32, bf16, fp16
 
+std::vector<std::string> op_words();  // all that --op understands
+
 // From the values of --op, --mode and --dtype; long forms (gated_delta_rule, forward, backward) are understood. Throws
 // UsageError. Without values, all that exist.
 std::vector<Op> parse_ops(const std::vector<std::string>& values);
 std::vector<Mode> parse_modes(const std::vector<std::string>& values);
 std::vector<DType> parse_dtypes(const std::vector<std::string>& values);
 
-// The gate of an operator of the delta-rule family.
+// Whether an operator is one of the delta-rule family, and its gate if it is.
+bool is_delta_rule(Op op);
 Gate gate_of(Op op);
 
 // The operator of a related family, or the building block, that it is, if it is one.

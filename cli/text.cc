@@ -25,6 +25,19 @@ std::string join(const std::vector<std::string>& parts, const std::string& separ
   return text;
 }
 
+std::string wrap(const std::string& text, size_t width) {
+  std::string wrapped = text;
+  size_t line = 0, blank = std::string::npos;  // where the line begins, and its last blank
+  for (size_t i = 0; i < wrapped.size(); ++i) {
+    if (wrapped[i] == ' ') blank = i;
+    if (i - line < width || blank == std::string::npos) continue;
+    wrapped[blank] = '\n';
+    line = blank + 1;
+    blank = std::string::npos;
+  }
+  return wrapped;
+}
+
 std::string pad(const std::string& text, size_t width) {
   return text.size() < width ? text + std::string(width - text.size(), ' ') : text;
 }

@@ -11,6 +11,9 @@ namespace fastweight::cli {
 
 std::string join(const std::vector<std::string>& parts, const std::string& separator);
 
+// With line breaks in place of blanks, so that no line is longer than `width` unless a word is.
+std::string wrap(const std::string& text, size_t width);
+
 // Blanks up to `width` after the text.
 std::string pad(const std::string& text, size_t width);
 

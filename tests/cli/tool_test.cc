@@ -87,6 +87,8 @@ TEST_F(Tool, InfoListsTheImplementations) {
     EXPECT_EQ(json.at("implementations").at(op).at("bwd"), nlohmann::json({"chunk", "reference"}));
     EXPECT_FALSE(json.at("implementations").at(op).contains("step"));
   }
+  const std::string help = run("bench --help").output;
+  for (const auto& [op, modes] : json.at("implementations").items()) EXPECT_TRUE(contains(help, op)) << op;
   EXPECT_EQ(json.at("implementations").at("solve_tril").at("bwd").back(), "reference");
   EXPECT_FALSE(json.at("implementations").at("solve_tril").contains("step"));
   for (const char* op : {"delta_rule", "gdn", "kda", "ttt_linear", "short_conv"}) {
@@ -114,6 +116,9 @@ TEST_F(Tool, BenchWritesCompleteRecords) {
                             "memcpy_gbps", "share_of_peak"}) {
       EXPECT_TRUE(record.at(key).is_number() && record.at(key) > 0) << key;
     }
+    for (const char* key : {"C", "eager_ms", "host_ms", "data_sets", "cuda_device"}) {
+      EXPECT_TRUE(record.at(key).is_null()) << key;
+    }
     EXPECT_LE(record.at("min_ms"), record.at("median_ms"));
     EXPECT_LE(record.at("median_ms"), record.at("p90_ms"));
     EXPECT_EQ(record.at("T"), record.at("mode") == "step" ? 1 : 33);
@@ -128,6 +133,27 @@ TEST_F(Tool, BenchPacksSequencesAndSavesStates) {
       run("bench --threads 1 --min-time 0 --repeat 1 --op gated_delta_rule --mode forward,backward --impl reference "
           "--shape T=100,H=1,K=16,V=8 --varlen 5 --saved-states");
   EXPECT_EQ(bench.exit_code, 0) << bench.output;
+}
+
+TEST_F(Tool, BenchAppliesAFlagWhereItBelongs) {
+  const fs::path json_path = folder_ / "out.json";
+  const Outcome bench =
+      run("bench --threads 1 --min-time 0 --repeat 1 --op gdn,gla,ttt_linear,short_conv,l2norm --shape T=20,H=1,D=16 "
+          "--state bf16 --saved-states --varlen 2 --json " +
+          json_path.string());
+  ASSERT_EQ(bench.exit_code, 0) << bench.output;
+  EXPECT_TRUE(contains(bench.output, "0.000488 MiB of states")) << bench.output;  // 2 bytes for each of 16 x 16
+  for (const auto& record : nlohmann::json::parse(read_text(json_path))) {
+    const bool step = record.at("mode") == "step", block = record.at("op") == "l2norm";
+    const bool delta_rule = record.at("op") == "gdn", related = record.at("op") == "gla";
+    EXPECT_EQ(record.at("saved_states"), !step && (delta_rule || related)) << record;
+    EXPECT_EQ(record.at("sequences"), step || block ? 1 : 2) << record;
+    if (block) {
+      EXPECT_TRUE(record.at("state_dtype").is_null()) << record;
+    } else {
+      EXPECT_EQ(record.at("state_dtype"), delta_rule && step ? "bf16" : "fp32") << record;
+    }
+  }
 }
 
 TEST_F(Tool, BenchMeasuresTttLinear) {
@@ -233,6 +259,12 @@ TEST_F(Tool, WrongCommandLinesNameTheirFlag) {
       {"bench --dtype fp8", "--dtype"},
       {"bench --dtype fp32,", "--dtype"},
       {"bench --threads two", "--threads"},
+      {"bench --threads 4294967298", "--threads: expected an integer from 1 to"},
+      {"check --threads 4294967298", "--threads: expected an integer from 1 to"},
+      {"bench --op gdn --mode fwd --state bf16", "--state: expected a step of delta_rule, gdn or kda, got gdn fwd"},
+      {"bench --op ttt_linear,l2norm --saved-states", "--saved-states: expected fwd or bwd of the delta-rule family"},
+      {"bench --op gdn --mode step --saved-states", "got gdn step"},
+      {"bench --mode step --varlen 2", "--varlen"},
       {"bench --min-time -1", "--min-time"},
       {"bench --repeat 0", "--repeat"},
       {"bench --shape T=16,H=1,K=16", "--shape: V"},
