@@ -4,11 +4,13 @@
  * A size that the library does not know is refused, so a program never runs with structs of another layout. A tensor
  * that is all zeros is absent.
  *
- * Functions return FW_OK or a status; fw_last_error() then says what was wrong, and no output has been written, except
- * by FW_OUT_OF_MEMORY and FW_INTERNAL_ERROR, which leave the outputs undefined. What each argument means stands in
- * fastweight/delta_rule.h, fastweight/gla.h, fastweight/comba.h, fastweight/dplr.h, fastweight/ttt_linear.h,
- * fastweight/short_conv.h, fastweight/blocks.h and fastweight/context.h. Any number of threads may call at the same
- * time.
+ * Functions return FW_OK or a status; fw_last_error() then says what was wrong. A refused call,
+ * FW_INVALID_ARGUMENT or FW_UNSUPPORTED, has written nothing. After every other failure the outputs are undefined, and
+ * on CUDA what was enqueued still runs.
+ *
+ * What each argument means stands in fastweight/delta_rule.h, fastweight/gla.h, fastweight/comba.h, fastweight/dplr.h,
+ * fastweight/ttt_linear.h, fastweight/short_conv.h, fastweight/blocks.h and fastweight/context.h. Any number of threads
+ * may call at the same time.
  */
 #ifndef FASTWEIGHT_C_API_H_
 #define FASTWEIGHT_C_API_H_

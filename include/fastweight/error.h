@@ -10,11 +10,11 @@ namespace fastweight {
 enum class ErrorCode : int32_t {
   kInvalidArgument = 1,  // an argument is malformed; the message names it, what was expected and what was found
   kUnsupported = 2,      // valid, but no implementation takes it; the message lists each one's reason
-  kOutOfMemory = 3,      // the workspace could not be had
-  kDevice = 4,           // the device or its driver failed
+  kOutOfMemory = 3,      // the workspace could not be had; the outputs are undefined
+  kDevice = 4,           // the device or its driver failed; the outputs are undefined, what was enqueued still runs
 };
 
-// Thrown by every public function before anything is written.
+// Thrown by every public function. A refused call, one of the first two codes, has written nothing.
 class Error : public std::runtime_error {
  public:
   Error(ErrorCode code, const std::string& message) : std::runtime_error(message), code_(code) {}

@@ -3,11 +3,9 @@
 #pragma once
 
 #include <string>
-#include <vector>
 
 #include "fastweight/c_api.h"
 #include "fastweight/context.h"
-#include "fastweight/info.h"
 #include "fastweight/tensor.h"
 #include "ops/check.h"
 
