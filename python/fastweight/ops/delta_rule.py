@@ -118,7 +118,8 @@ def delta_rule_step(
     Args:
         q, k: `[B, T, H, K]`; T is 1 for one token per sequence.
         v: `[B, T, HV, V]`.
-        state: `[slots, HV, K, V]` fp32 (`[slots, HV, V, K]` with `state_v_first`), read and written.
+        state: `[slots, HV, K, V]` fp32 or bf16, fp64 where q is (`[slots, HV, V, K]` with `state_v_first`), read and
+            written.
         g: None: the delta rule. `[B, T, HV]`: the gated delta rule. `[B, T, HV, K]`: KDA. The logarithm of the decay,
             or a raw value with `use_gate_in_kernel`.
         beta: `[B, T, HV]` or `[B, T, HV, V]`; None: 1.
