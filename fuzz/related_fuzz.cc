@@ -1,0 +1,151 @@
+// Hostile calls of the families related to the delta rule: GLA, Comba, DPLR.
+#include <cstdint>
+#include <vector>
+
+#include "fastweight/c_api.h"
+#include "fuzz/recurrence_call.h"
+
+namespace fastweight::fuzz {
+namespace {
+
+struct Gla {
+  static constexpr auto kForwardEntry = fw_gla_forward;
+  static constexpr auto kBackwardEntry = fw_gla_backward;
+
+  Gla() {
+    fw_gla_options_init(&options);
+    fw_gla_inputs_init(&inputs);
+    fw_gla_forward_args_init(&forward);
+    fw_gla_backward_args_init(&backward);
+  }
+
+  fw_gla_options options;
+  fw_gla_inputs inputs;
+  fw_gla_forward_args forward;
+  fw_gla_backward_args backward;
+};
+
+struct Comba {
+  static constexpr auto kForwardEntry = fw_comba_forward;
+  static constexpr auto kBackwardEntry = fw_comba_backward;
+
+  Comba() {
+    fw_comba_options_init(&options);
+    fw_comba_inputs_init(&inputs);
+    fw_comba_forward_args_init(&forward);
+    fw_comba_backward_args_init(&backward);
+  }
+
+  fw_comba_options options;
+  fw_comba_inputs inputs;
+  fw_comba_forward_args forward;
+  fw_comba_backward_args backward;
+};
+
+struct Dplr {
+  static constexpr auto kForwardEntry = fw_dplr_forward;
+  static constexpr auto kBackwardEntry = fw_dplr_backward;
+
+  Dplr() {
+    fw_dplr_options_init(&options);
+    fw_dplr_inputs_init(&inputs);
+    fw_dplr_forward_args_init(&forward);
+    fw_dplr_backward_args_init(&backward);
+  }
+
+  fw_dplr_options options;
+  fw_dplr_inputs inputs;
+  fw_dplr_forward_args forward;
+  fw_dplr_backward_args backward;
+};
+
+template <class Family>
+class RelatedCall : public RecurrenceCall {
+ public:
+  explicit RelatedCall(FuzzedDataProvider& data) : RecurrenceCall(data) {
+    if (mode_ == kStep) mode_ = kForward;  // there are no steps
+    family_.forward.inputs = family_.backward.inputs = &family_.inputs;
+    family_.forward.options = family_.backward.options = &family_.options;
+    draw_sizes(1);
+    context_.implementation = data_.PickValueInArray<const char*>({nullptr, "", "chunk", "reference"});
+    draw_common(family_.options);
+    add_common(family_.inputs);
+    add_own_inputs(family_);
+    if (mode_ == kForward) {
+      add_results(family_.forward);
+    } else {
+      add_common_gradients(family_.backward, family_.inputs);
+      add_own_gradients(family_);
+    }
+    spoil_and_allocate();
+  }
+
+ private:
+  fw_status call(const fw_context* context, bool null_args, const char** name) override {
+    if (mode_ == kForward) return Family::kForwardEntry(context, null_args ? nullptr : &family_.forward, name);
+    return Family::kBackwardEntry(context, null_args ? nullptr : &family_.backward, name);
+  }
+  void drop_inputs() override { family_.forward.inputs = family_.backward.inputs = nullptr; }
+  void drop_options() override { family_.forward.options = family_.backward.options = nullptr; }
+  void spoil_options() override {
+    auto& options = family_.options;
+    std::vector<int32_t*> fields = {&options.chunk_size, &options.state_v_first};
+    if constexpr (requires { options.gate; }) fields.push_back(&options.gate);
+    if constexpr (requires { options.qk_l2norm; }) fields.push_back(&options.qk_l2norm);
+    spoil_common(options, fields);
+  }
+
+  void add_own_inputs(Gla& gla) {
+    gla.options.gate = data_.ConsumeIntegralInRange(0, 2);
+    if (gla.options.gate == FW_GATE_PER_HEAD && flag()) {
+      add(gla.inputs.g_gamma, false, floating(), {H_});
+    } else {
+      add_gate(gla.inputs.g, gla.options.gate);
+    }
+  }
+  void add_own_gradients(Gla&) {}
+
+  void add_own_inputs(Comba& comba) {
+    comba.options.qk_l2norm = flag();
+    if (flag()) add(comba.inputs.p, false, dtype_, key_shape());
+    add_gate(comba.inputs.g, FW_GATE_PER_HEAD);
+    if (flag()) add(comba.inputs.beta, false, floating(), {B_, T_, H_});
+  }
+  void add_own_gradients(Comba& comba) {
+    add_gradient(comba.backward.dp, comba.inputs.p);
+    add_gradient(comba.backward.dbeta, comba.inputs.beta);
+  }
+
+  void add_own_inputs(Dplr& dplr) {
+    dplr.options.gate = flag() ? FW_GATE_PER_CHANNEL : FW_GATE_NONE;
+    add(dplr.inputs.a, false, dtype_, key_shape());
+    add(dplr.inputs.b, false, dtype_, key_shape());
+    add_gate(dplr.inputs.g, dplr.options.gate);
+  }
+  void add_own_gradients(Dplr& dplr) {
+    add_gradient(dplr.backward.da, dplr.inputs.a);
+    add_gradient(dplr.backward.db, dplr.inputs.b);
+  }
+
+  Family family_;
+};
+
+}  // namespace
+}  // namespace fastweight::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t count) {
+  using namespace fastweight::fuzz;
+  FuzzedDataProvider data(bytes, count);
+  switch (data.ConsumeIntegralInRange(0, 2)) {
+    case 0:
+      RelatedCall<Gla>(data).run();
+      break;
+    case 1:
+      RelatedCall<Comba>(data).run();
+      break;
+    default:
+      RelatedCall<Dplr>(data).run();
+      break;
+  }
+  return 0;
+}
