@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -16,8 +17,13 @@
 namespace emulator {
 namespace {
 
-constexpr int kSharedLimit = 227 * 1024;  // of a block, as on Hopper
 constexpr int kMultiprocessors = 4;
+
+// Of a block: as on Hopper, unless the environment has another number of bytes.
+int shared_limit() {
+  const char* value = std::getenv("FASTWEIGHT_EMULATED_SHARED_MEMORY");
+  return value == nullptr ? 227 * 1024 : std::atoi(value);
+}
 
 thread_local cudaError_t last_error = cudaSuccess;
 
@@ -104,7 +110,7 @@ cudaError_t enqueue(cudaStream_t stream, const Grid& grid, std::function<void()>
   if (b.x == 0 || b.y == 0 || b.z == 0 || b.x > 0x7fffffffu || b.y > 65535 || b.z > 65535) {
     return remember(cudaErrorInvalidConfiguration);
   }
-  if (grid.shared_bytes > kSharedLimit) return remember(cudaErrorInvalidValue);
+  if (grid.shared_bytes > static_cast<size_t>(shared_limit())) return remember(cudaErrorInvalidValue);
   enqueue_work(stream, [grid, body = std::move(body)] { run(grid, body); });
   return cudaSuccess;
 }
@@ -147,13 +153,13 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   properties->multiProcessorCount = kMultiprocessors;
   properties->totalGlobalMem = size_t{1} << 30;
   properties->l2CacheSize = 1 << 20;
-  properties->sharedMemPerBlockOptin = kSharedLimit;
+  properties->sharedMemPerBlockOptin = static_cast<size_t>(shared_limit());
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = kSharedLimit;
+      *value = shared_limit();
       return cudaSuccess;
     case cudaDevAttrMultiProcessorCount:
       *value = kMultiprocessors;
@@ -168,7 +174,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int value) {
-  return value <= kSharedLimit ? cudaSuccess : remember(cudaErrorInvalidValue);
+  return value <= shared_limit() ? cudaSuccess : remember(cudaErrorInvalidValue);
 }
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) { return allocate(pointer, bytes); }

@@ -83,6 +83,7 @@ std::string dispatch(const char* entry, const Context& context, std::span<const 
     if (context.verbose) {
       std::string line =
           std::string("fastweight: ") + entry + " " + describe(problem) + ": ran " + choice.implementation->name;
+      if (choice.implementation->form != nullptr) line += " " + choice.implementation->form(problem);
       if (!choice.passed_over.empty()) line += " (" + choice.passed_over + ")";
       if (context.log != nullptr) {
         context.log(context.log_user, line.c_str());

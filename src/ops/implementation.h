@@ -19,6 +19,9 @@ struct Implementation {
   bool (*worthwhile)(const Problem& problem);
 
   void (*run)(const Problem& problem, const Context& context);
+
+  // Which of its forms takes the problem, for the verbose line; of those with more than one.
+  std::string (*form)(const Problem& problem) = nullptr;
 };
 
 }  // namespace fastweight

@@ -2,12 +2,14 @@
 // many sequences. The cases of tests/delta_rule run on the device as well, see tests/CMakeLists.txt.
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <limits>
 #include <memory>
 #include <numeric>
 #include <thread>
 #include <vector>
 
+#include "fastweight/info.h"
 #include "tests/cuda/testing.h"
 #include "tests/delta_rule/cases.h"
 
@@ -352,6 +354,47 @@ TEST_P(CudaDeltaRule, ConcurrentCalls) {
 
 INSTANTIATE_TEST_SUITE_P(Operators, CudaDeltaRule, ::testing::ValuesIn(kGates),
                          [](const auto& instance) { return name_of(instance.param); });
+
+// Shared memory ------------------------------------------------------------------------------------------------------
+
+// The emulator as a device with so much shared memory for a block.
+class EmulatedSharedMemory {
+ public:
+  explicit EmulatedSharedMemory(const char* bytes) { setenv(kName, bytes, 1); }
+  ~EmulatedSharedMemory() { unsetenv(kName); }
+
+ private:
+  static constexpr const char* kName = "FASTWEIGHT_EMULATED_SHARED_MEMORY";
+};
+
+// Where a block lacks the memory for 16-bit operands, `chunk` computes in fp32 and says so.
+TEST(CudaSharedMemory, OfDevicesWith99Kilobytes) {
+  if (cuda_devices().at(0).name != "emulator") GTEST_SKIP() << "a device has the shared memory that it has";
+  const EmulatedSharedMemory limit("101376");
+  std::string line;
+  Context context = context_for("chunk");
+  context.verbose = true;
+  context.log_user = &line;
+  context.log = [](void* user, const char* text) { *static_cast<std::string*>(user) = text; };
+  const auto form_for = [&](Gate gate, int64_t K, DType dtype) {
+    DeltaRuleSpec one = with_heads(spec_of(gate, 70, K, 20), 1, 2);
+    one.dtype = dtype;
+    const DeltaRuleCase problem = draw(one, 19);
+    const DeltaRuleResults expected = support::forward(support::in_double(problem), reference_context(), true);
+    expect_close(problem, support::forward(problem, context, true), expected);
+    return line.substr(line.find("ran chunk") + 10);
+  };
+  const std::string in_fp32 = "in fp32 (with 16-bit operands: needs ";
+  for (DType dtype : {DType::kBF16, DType::kF16}) {
+    EXPECT_EQ(form_for(Gate::kPerChannel, 64, dtype), "with 16-bit operands");
+    EXPECT_EQ(form_for(Gate::kPerChannel, 128, dtype).find(in_fp32), 0u) << line;
+    EXPECT_EQ(form_for(Gate::kPerHead, 128, dtype), "with 16-bit operands");
+    EXPECT_EQ(form_for(Gate::kPerHead, 256, dtype).find(in_fp32), 0u) << line;
+  }
+  EXPECT_EQ(form_for(Gate::kNone, 256, DType::kBF16).find(in_fp32), 0u) << line;
+  test::expect_refused(ErrorCode::kUnsupported, "bytes of shared memory in a block, the device has 101376",
+                       [&] { form_for(Gate::kPerChannel, 256, DType::kBF16); });
+}
 
 // Scratch memory -----------------------------------------------------------------------------------------------------
 

@@ -49,14 +49,13 @@ Scratch take_scratch(Carver& carver, const DeltaRuleForwardProblem& problem, int
 
 }  // namespace
 
-bool takes_16_bit_operands(const DeltaRuleForwardProblem& problem) {
+std::string declines_chunk_forward_16(const DeltaRuleForwardProblem& problem) {
   const DeltaRuleInputs& in = problem.args.in;
   const DType dtype = in.q.dtype;
-  if (dtype != DType::kBF16 && dtype != DType::kF16) return false;
-  return in.k.dtype == dtype && in.v.dtype == dtype && problem.args.o.dtype == dtype && in.beta.rank != 4;
-}
-
-std::string declines_chunk_forward_16(const DeltaRuleForwardProblem& problem) {
+  if ((dtype != DType::kBF16 && dtype != DType::kF16) || problem.args.o.dtype != dtype) {
+    return "q, k, v and o must have one 16-bit type";
+  }
+  if (in.beta.rank == 4) return "beta must be a number per token";
   return lacks_shared_memory(shared_bytes(problem), problem.args.in.q.device.index);
 }
 

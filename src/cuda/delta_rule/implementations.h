@@ -8,9 +8,8 @@
 
 namespace fastweight::cuda {
 
-// `chunk` has two forms: 16-bit operands where q, k, v and o all have one 16-bit type and beta is a number per token,
-// fp32 for everything else.
-bool takes_16_bit_operands(const DeltaRuleForwardProblem& problem);
+// `chunk` has two forms: 16-bit operands where q, k, v and o all have one 16-bit type, beta is a number per token and a
+// block finds the shared memory; fp32 for everything else.
 void chunk_forward_16(const DeltaRuleForwardProblem& problem, const Context& context);
 std::string declines_chunk_forward_16(const DeltaRuleForwardProblem& problem);
 void chunk_forward_fp32(const DeltaRuleForwardProblem& problem, const Context& context);

@@ -16,16 +16,22 @@ std::string declines_recurrent(const Problem& problem) {
 
 std::string declines_chunk_forward(const DeltaRuleForwardProblem& problem) {
   const std::string reason = declines_recurrent(problem);
-  if (!reason.empty()) return reason;
-  return takes_16_bit_operands(problem) ? declines_chunk_forward_16(problem) : declines_chunk_forward_fp32(problem);
+  if (!reason.empty() || declines_chunk_forward_16(problem).empty()) return reason;
+  return declines_chunk_forward_fp32(problem);
 }
 
 void chunk_forward(const DeltaRuleForwardProblem& problem, const Context& context) {
-  takes_16_bit_operands(problem) ? chunk_forward_16(problem, context) : chunk_forward_fp32(problem, context);
+  declines_chunk_forward_16(problem).empty() ? chunk_forward_16(problem, context)
+                                             : chunk_forward_fp32(problem, context);
+}
+
+std::string form_of_chunk_forward(const DeltaRuleForwardProblem& problem) {
+  const std::string reason = declines_chunk_forward_16(problem);
+  return reason.empty() ? "with 16-bit operands" : "in fp32 (with 16-bit operands: " + reason + ")";
 }
 
 constexpr Implementation<DeltaRuleForwardProblem> kForward[] = {
-    {"chunk", declines_chunk_forward, always, chunk_forward},
+    {"chunk", declines_chunk_forward, always, chunk_forward, form_of_chunk_forward},
     {"recurrent", declines_recurrent, always, recurrent_forward},
 };
 constexpr Implementation<DeltaRuleStepProblem> kStep[] = {
