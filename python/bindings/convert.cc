@@ -1,6 +1,7 @@
 #include "convert.h"
 
 #include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <algorithm>
 #include <cmath>
@@ -122,6 +123,15 @@ Tensor dense_like(const TensorView& like, DType dtype, TensorView& destination) 
     stride *= std::max<int64_t>(like.shape[axis], 1);
   }
   return allocate(destination);
+}
+
+void zero_from(const Tensor& tensor, int64_t axis, int64_t first) {
+  int64_t extent = 0;
+  check_shim(aoti_torch_get_size(tensor.get(), axis, &extent));
+  if (first >= extent) return;
+  AtenTensorHandle part = nullptr;
+  check_shim(aoti_torch_aten_narrow(tensor.get(), axis, first, extent - first, &part));
+  check_shim(aoti_torch_zero_(Tensor(part).get()));
 }
 
 ContextOf::ContextOf(const TensorView& tensor) {

@@ -96,6 +96,9 @@ inline Tensor dense_like(const TensorView& like, TensorView& destination) {
   return dense_like(like, like.dtype, destination);
 }
 
+// Sets what lies at or past `first` of an axis to 0, in the order of PyTorch's current stream.
+void zero_from(const Tensor& tensor, int64_t axis, int64_t first);
+
 // Outputs are made before the library has seen the arguments: an axis that is not there counts as empty.
 inline int64_t extent(const TensorView& view, int axis) {
   return axis < view.rank ? view.shape[static_cast<size_t>(axis)] : 0;

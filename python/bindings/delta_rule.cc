@@ -12,7 +12,7 @@
 #define FW_OPTIONS "int options, float? scale, float? lower_bound"
 #define FW_FORWARD              \
   "(" FW_INPUTS ", " FW_OPTIONS \
-  ", ScalarType? chunk_states_dtype) -> (Tensor o, Tensor final_state, Tensor chunk_states)"
+  ", ScalarType? chunk_states_dtype, Tensor? cu_seqlens_cpu) -> (Tensor o, Tensor final_state, Tensor chunk_states)"
 
 namespace fastweight::bindings {
 namespace {
@@ -94,28 +94,43 @@ std::pair<int64_t, int64_t> state_axes(const DeltaRuleInputs& in, const DeltaRul
   return options.state_v_first ? std::pair{v, k} : std::pair{k, v};
 }
 
+// `offsets` are cu_seqlens, or a copy of them in host memory, which tells how many chunks there are. Lengths on the
+// device give a bound, and chunks that may not be there are zero: however T tokens are cut, they have at least
+// ceil(T / C) chunks.
+Tensor make_chunk_states(const DeltaRuleInputs& in, const DeltaRuleOptions& options, const TensorView& offsets,
+                         DType dtype, TensorView& chunk_states) {
+  const int64_t tokens = extent(in.q, 1);
+  const int64_t count = delta_rule_num_chunks(tokens, offsets, options.chunk_size);
+  const auto [rows, columns] = state_axes(in, options);
+  Tensor states = dense(in.q, dtype, {extent(in.q, 0), count, extent(in.v, 2), rows, columns}, chunk_states);
+  if (offsets.present() && offsets.device.type == DeviceType::kCuda) {
+    zero_from(states, 1, delta_rule_num_chunks(tokens, {}, options.chunk_size));
+  }
+  return states;
+}
+
 void forward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
     const Inputs in(arguments);
     const Options options(arguments);
     const auto chunk_states_dtype = arguments.take<std::optional<int32_t>>();
+    const Tensor cu_seqlens_cpu = arguments.optional_tensor();
     DeltaRuleForward args;
     args.options = options.resolved();
     args.in = in.views();
 
     const TensorView& q = args.in.q;
-    const auto [rows, columns] = state_axes(args.in, args.options);
-    const int64_t heads = extent(args.in.v, 2);
     Tensor o = make_output(args.in, args.o), final_state, chunk_states;
     if (options.bits & kOutputFinalState) {
+      const auto [rows, columns] = state_axes(args.in, args.options);
       const int64_t count = num_sequences(q, args.in.cu_seqlens);
-      final_state = dense(q, state_dtype(q), {count, heads, rows, columns}, args.final_state);
+      final_state = dense(q, state_dtype(q), {count, extent(args.in.v, 2), rows, columns}, args.final_state);
     }
     if (chunk_states_dtype.has_value()) {
-      const int64_t count = delta_rule_num_chunks(extent(q, 1), args.in.cu_seqlens, args.options.chunk_size);
-      chunk_states = dense(q, dtype_of("chunk_states", *chunk_states_dtype),
-                           {extent(q, 0), count, heads, rows, columns}, args.chunk_states);
+      const TensorView known = view("cu_seqlens_cpu", cu_seqlens_cpu);
+      chunk_states = make_chunk_states(args.in, args.options, known.present() ? known : args.in.cu_seqlens,
+                                       dtype_of("chunk_states", *chunk_states_dtype), args.chunk_states);
     }
     ContextOf context(q);
     // On the CPU both forms give the bits of a short sequence, and the library takes the faster one.

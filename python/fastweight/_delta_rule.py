@@ -1,8 +1,8 @@
 """The operators of the delta-rule family inside PyTorch.
 
 The schemas stand in python/bindings/delta_rule.cc: inputs (q, k, v, g, beta, A_log, dt_bias, initial_state,
-cu_seqlens), options (bits, scale, lower_bound), for a forward then (chunk_states_dtype). The bits are a gate, the
-switches below, and `chunk_size << CHUNK_SIZE_SHIFT`.
+cu_seqlens), options (bits, scale, lower_bound), for a forward then (chunk_states_dtype, cu_seqlens_cpu). The
+bits are a gate, the switches below, and `chunk_size << CHUNK_SIZE_SHIFT`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def state_dtype(q: Tensor) -> torch.dtype:
 
 def _saved(inputs, options, outputs):
     """Chunk states in another type are a result; in this one they spare the backward the work of finding them again."""
-    return (outputs[2] if options[-1] == state_dtype(inputs[0]) else None, *inputs)
+    return (outputs[2] if options[_NUM_OPTIONS] == state_dtype(inputs[0]) else None, *inputs)
 
 
 # (inputs, options) -> (o, final_state, chunk_states), None for what was not asked for.
@@ -83,8 +83,8 @@ def step(state: Tensor, state_indices: Tensor | None, inputs: tuple, options: tu
     return run(_step_operator, state, state_indices, *inputs, *options)
 
 
-def _fake_forward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *options):
-    switches, chunk_states_dtype = options[0], options[-1]
+def _fake_forward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, switches, scale, lower_bound,
+                  chunk_states_dtype, cu_seqlens_cpu):  # fmt: skip
     chunk_size = switches >> CHUNK_SIZE_SHIFT
     B, T, HV, V = v.shape
     state = (HV, V, q.shape[3]) if switches & STATE_V_FIRST else (HV, q.shape[3], V)

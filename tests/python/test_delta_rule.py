@@ -1,11 +1,13 @@
 """Results and gradients of the delta-rule family through the Python functions."""
 
+import itertools
+
 import pytest
 import torch
 
 import helpers
 import naive
-from fastweight import ops
+from fastweight import _delta_rule, ops
 from helpers import assert_close, draw, golden, golden_cases, gradients, leaves
 
 CHUNK = {
@@ -281,6 +283,33 @@ def test_kda_intermediate_states(varlen, v_first):
         halves = leaves(inputs, torch.bfloat16)
         assert ops.chunk_kda(**halves, cu_seqlens=cu_seqlens, state_v_first=v_first,
                              return_intermediate_states=True)[2].dtype == torch.bfloat16  # fmt: skip
+
+
+@torch.no_grad()
+def test_kda_intermediate_states_are_as_many_as_chunks():
+    """Those of the packed sequences one by one, with the offsets given once or twice."""
+    offsets = [0, 1, 1, 65, 65, 135, 200]
+    inputs = draw("kda", T=200, N=6, dtype=torch.float32)
+    cu_seqlens = torch.tensor(offsets)
+    h = ops.chunk_kda(**inputs, cu_seqlens=cu_seqlens, return_intermediate_states=True)[2]
+    alone = [
+        ops.chunk_kda(
+            **{name: x[n : n + 1] if name == "initial_state" else x[:, a:b] for name, x in inputs.items()},
+            return_intermediate_states=True,
+        )[2]
+        for n, (a, b) in enumerate(itertools.pairwise(offsets))
+    ]
+    assert [x.shape[1] for x in alone] == [1, 0, 1, 0, 2, 2]
+    assert torch.equal(h, torch.cat(alone, 1))
+    again = ops.chunk_kda(**inputs, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens, return_intermediate_states=True)
+    assert torch.equal(again[2], h)
+    # As for offsets on a device: the operator counts the chunks of the copy.
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+    bits = _delta_rule.bits(_delta_rule.PER_CHANNEL, 64, False, False, False)
+    arguments = [*(inputs.get(name) for name in names), cu_seqlens, bits, None, None, torch.float32]
+    assert torch.equal(_delta_rule.operators.delta_rule_forward(*arguments, cu_seqlens.int())[2], h)
+    with pytest.raises(RuntimeError, match="expected the token count 200 at position 5, got 135"):
+        _delta_rule.operators.delta_rule_forward(*arguments, cu_seqlens[:-1])
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 70, 70, 150]])

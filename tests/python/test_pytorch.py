@@ -71,10 +71,10 @@ def opcheck_cases():
     cu = torch.tensor([0, 5, 20])
     for with_states in (False, True):
         bits = DELTA_RULE_BITS | (_delta_rule.OUTPUT_FINAL_STATE if with_states else 0)
-        options = (bits, None, None, torch.float32 if with_states else None)
+        options = (bits, None, None, torch.float32 if with_states else None, None)
         yield "delta_rule_forward", (*delta_rule_arguments(False), *options)
         yield "delta_rule_differentiable", (*delta_rule_arguments(True), *options)
-    options = (DELTA_RULE_BITS | _delta_rule.OUTPUT_FINAL_STATE, None, None, None)
+    options = (DELTA_RULE_BITS | _delta_rule.OUTPUT_FINAL_STATE, None, None, None, None)
     yield "delta_rule_differentiable", (*delta_rule_arguments(True, cu), *options)
     d_o = torch.randn(1, 20, 2, 16)
     for mask in (0b11111111, 0b00000101):

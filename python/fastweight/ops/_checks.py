@@ -51,6 +51,17 @@ def sequences(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
         )
 
 
+def host_offsets(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Tensor | None:
+    """The copy of cu_seqlens on the CPU, where it tells what cu_seqlens does not."""
+    if cu_seqlens is None or cu_seqlens_cpu is None or cu_seqlens.device.type == "cpu":
+        return None
+    if cu_seqlens_cpu.device.type != "cpu":
+        raise ValueError(f"cu_seqlens_cpu: expected a tensor on cpu, got one on {cu_seqlens_cpu.device}")
+    if cu_seqlens_cpu.shape != cu_seqlens.shape:
+        raise ValueError(f"cu_seqlens_cpu: expected shape {list(cu_seqlens.shape)}, got {list(cu_seqlens_cpu.shape)}")
+    return cu_seqlens_cpu
+
+
 def beta_from_logits(allow_neg_eigval: bool, use_beta_sigmoid_in_kernel: bool) -> None:
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: expected False without use_beta_sigmoid_in_kernel, got True")

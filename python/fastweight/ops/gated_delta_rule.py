@@ -91,7 +91,7 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    o, final_state, _ = _delta_rule.forward(inputs, (bits, scale, None, None))
+    o, final_state, _ = _delta_rule.forward(inputs, (bits, scale, None, None, None))
     return o, final_state
 
 
@@ -153,7 +153,7 @@ def fused_recurrent_gated_delta_rule(
         use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    o, final_state, _ = _delta_rule.forward(inputs, (bits, scale, None, None))
+    o, final_state, _ = _delta_rule.forward(inputs, (bits, scale, None, None, None))
     return o, final_state
 
 

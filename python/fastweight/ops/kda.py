@@ -67,7 +67,7 @@ def chunk_kda(
         return_intermediate_states: also return these states, in the type of k; only without gradient recording.
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
-        cu_seqlens_cpu: accepted and not needed.
+        cu_seqlens_cpu: a copy of cu_seqlens on the CPU; on CUDA it tells how many intermediate states there are.
         cp_context: context parallelism, not supported.
         A_log: `[HV]`, with `use_gate_in_kernel`.
         dt_bias: `[HV * K]` or `[HV, K]`, with `use_gate_in_kernel`; None: zeros.
@@ -77,7 +77,8 @@ def chunk_kda(
     Returns:
         `(o, final_state)`, or `(o, final_state, h)` with intermediate states: o `[B, T, HV, V]` in the type of q; the
         final state `[N, HV, K, V]` in fp32, or None; h `[B, NT, HV, K, V]`, where NT is `ceil(T / chunk_size)`, or the
-        sum of that over the packed sequences.
+        sum of that over the packed sequences. On CUDA lengths are not read back: with cu_seqlens and no cu_seqlens_cpu
+        the second axis of h is `min(T, T // chunk_size + N)`, at least NT, and h is 0 from NT on.
     """
     state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
     _checks.no_context_parallel(cp_context, initial_state, output_final_state)
@@ -118,13 +119,17 @@ def chunk_kda(
         chunk_states_dtype = k.dtype
     elif disable_recompute and torch.is_grad_enabled():
         chunk_states_dtype = _delta_rule.state_dtype(q)
+    host_offsets = None
+    if chunk_states_dtype is not None:
+        host_offsets = _checks.host_offsets(cu_seqlens, cu_seqlens_cpu)
     gate = _delta_rule.PER_CHANNEL | (_delta_rule.SAFE_GATE if safe_gate else 0)
     bits = _delta_rule.bits(
         gate, chunk_size, state_v_first, use_qk_l2norm_in_kernel, output_final_state, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    o, final_state, chunk_states = _delta_rule.forward(inputs, (bits, scale, lower_bound, chunk_states_dtype))
+    options = (bits, scale, lower_bound, chunk_states_dtype, host_offsets)
+    o, final_state, chunk_states = _delta_rule.forward(inputs, options)
     if return_intermediate_states:
         return o, final_state, chunk_states
     return o, final_state
@@ -167,5 +172,5 @@ def fused_recurrent_kda(
         output_final_state, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    o, final_state, _ = _delta_rule.forward(inputs, (bits, scale, lower_bound, None))
+    o, final_state, _ = _delta_rule.forward(inputs, (bits, scale, lower_bound, None, None))
     return o, final_state
