@@ -5,6 +5,7 @@
 #include <cmath>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/blocks/cases.h"
@@ -92,6 +93,18 @@ TEST_P(CudaBlocks, ThousandsOfSequences) {
   spec.K = 4;
   spec.V = 8;
   check(spec, 5);
+}
+
+// Along two of its dimensions a grid ends at 65535 blocks.
+TEST_P(CudaBlocks, MoreThan65535SequencesOrHeads) {
+  if (reduced()) GTEST_SKIP() << "a reduced run has no time for so many blocks";
+  for (const auto& [B, H] : std::vector<std::pair<int64_t, int64_t>>{{66000, 1}, {1, 66000}}) {
+    BlockSpec spec = spec_of(GetParam(), 1, 16);
+    spec.B = B;
+    spec.H = spec.HV = H;
+    spec.K = spec.V = 4;
+    check(spec, 8);
+  }
 }
 
 // What the host cannot refuse touches nothing outside the tensors: the calls look at the memory around them.

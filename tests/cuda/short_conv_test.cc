@@ -137,6 +137,16 @@ TEST(CudaShortConv, ThousandsOfSequences) {
   check(draw(with_lengths(spec_of(0, 6), lengths), 5));
 }
 
+// Along two of its dimensions a grid ends at 65535 blocks.
+TEST(CudaShortConv, MoreThan65535SequencesOrChannels) {
+  ShortConvSpec sequences = spec_of(1, 2);
+  sequences.B = 66000;
+  check(draw(sequences, 9));
+  if (reduced()) return;
+  check(draw(with_lengths(spec_of(0, 2), std::vector<int64_t>(66000, 1)), 10));
+  check(draw(spec_of(1, 66000), 11));
+}
+
 // What the host cannot refuse touches nothing outside the tensors: support::run looks at the memory around them.
 TEST(CudaShortConv, MalformedOffsetsStayInside) {
   const ShortConvCase drawn = draw(with_lengths(spec_of(0, 20), {20, 20, 29}), 6);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "tests/cuda/testing.h"
@@ -197,6 +198,17 @@ TEST(CudaTttLinear, ThousandsOfSequences) {
   }
   check_forward(draw(with_lengths(bf16_spec(0, 12, 1), lengths), 6));
   check_step(draw(with_lengths(bf16_spec(0, 12, 1), lengths), 7));
+}
+
+// Along two of its dimensions a grid ends at 65535 blocks.
+TEST(CudaTttLinear, MoreThan65535SequencesOrHeads) {
+  if (reduced()) GTEST_SKIP() << "a reduced run has no time for so many blocks";
+  for (const auto& [B, H] : std::vector<std::pair<int64_t, int64_t>>{{66000, 1}, {1, 66000}}) {
+    TttLinearSpec spec = bf16_spec(1, 4, H);
+    spec.B = B;
+    check_forward(draw(spec, 10));
+    check_step(draw(spec, 11));
+  }
 }
 
 // What the host cannot refuse touches nothing outside the tensors: support::run looks at the memory around them.
