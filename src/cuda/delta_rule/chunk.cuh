@@ -105,6 +105,22 @@ __device__ __forceinline__ float chunk_beta(const DeltaRuleDeviceProblem& p, con
   return beta_of(p, load_float(p.beta.data, p.beta.dtype, row_offset(p.beta, span.batch, span.begin + row, head)));
 }
 
+// body(item, span, head) for the block's share of all pairs of a chunk and a value head. All threads leave an item
+// before the next one begins.
+template <class Body>
+__device__ __forceinline__ void for_each_item(const DeltaRuleDeviceProblem& p, const ChunkedSequences& chunked,
+                                              int64_t num_chunks, const Body& body) {
+  const int64_t items = num_chunks * p.num_value_heads;
+  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+    const int64_t chunk = item / p.num_value_heads;
+    const int head = static_cast<int>(item - chunk * p.num_value_heads);
+    const ChunkSpan span = chunk_at(chunked, chunk);
+    if (span.sequence < 0) return;  // chunks are numbered without gaps: none follows
+    body(item, span, head);
+    __syncthreads();
+  }
+}
+
 // The rows of q or k of a chunk; the caller commits the copies.
 template <int kThreads, int kK>
 __device__ __forceinline__ void load_keys(const ChunkArgs& args, const DeviceTensor& x, const ChunkSpan& span, int head,

@@ -287,12 +287,7 @@ __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
   auto& s = dynamic_shared<Shared<kK>>();
   const DeltaRuleDeviceProblem& p = args.problem;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int64_t items = args.num_chunks * p.num_value_heads;
-  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    const int64_t chunk = item / p.num_value_heads;
-    const int head = static_cast<int>(item - chunk * p.num_value_heads);
-    const ChunkSpan span = chunk_at(args.chunked, chunk);
-    if (span.sequence < 0) return;  // chunks are numbered without gaps: none follows
+  for_each_item(p, args.chunked, args.num_chunks, [&](int64_t item, const ChunkSpan& span, int head) {
     const int key_head = head / p.group;
     load_keys<kThreads, kK>(args, p.k, span, key_head, {s.k});
     load_keys<kThreads, kK>(args, p.q, span, key_head, {s.q});
@@ -317,8 +312,7 @@ __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
     invert_unit_lower(s.A, s.T, warp, lane);
     __syncthreads();
     store_lower<kType, kThreads>(s.T, s.beta, args.factors.T + item * kChunkRows * kChunkRows);
-    __syncthreads();  // before the next item overwrites the tiles
-  }
+  });
 }
 
 }  // namespace

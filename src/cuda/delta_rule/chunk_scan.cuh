@@ -8,6 +8,7 @@
 #include "cuda/common/sequences.h"
 #include "cuda/common/warp.cuh"
 #include "cuda/delta_rule/device_problem.h"
+#include "cuda/delta_rule/state_place.cuh"
 
 namespace fastweight::cuda {
 
@@ -58,28 +59,6 @@ __device__ __forceinline__ void for_each_element(const DeviceStates& states, int
 // Of the [N, HV] states of the sequences.
 __device__ __forceinline__ int64_t state_offset(const DeviceStates& states, const ScanPart& part) {
   return part.sequence * states.outer_strides[0] + part.head * states.outer_strides[1];
-}
-
-// Where a state is written to, if anywhere.
-struct StatePlace {
-  DeviceStates states;
-  int64_t offset;
-  bool exists;
-};
-
-template <class Args>
-__device__ __forceinline__ StatePlace final_place(const Args& args, const ScanPart& part) {
-  return {args.final_state, state_offset(args.final_state, part), args.final_state.present()};
-}
-
-// The state before a chunk of the sequence.
-template <class Args>
-__device__ __forceinline__ StatePlace chunk_place(const Args& args, const ScanPart& part, int64_t batch,
-                                                  int64_t position) {
-  const int64_t chunk = first_chunk_of(args.chunked, part.sequence) + position;
-  const int64_t* strides = args.chunk_states.outer_strides;
-  return {args.chunk_states, batch * strides[0] + chunk * strides[1] + part.head * strides[2],
-          chunk < args.state_chunks};
 }
 
 template <int kK>

@@ -11,6 +11,7 @@
 #include "cuda/delta_rule/device_problem.h"
 #include "cuda/delta_rule/implementations.h"
 #include "cuda/delta_rule/recurrent.cuh"
+#include "cuda/delta_rule/state_place.cuh"
 #include "ops/workspace.h"
 
 namespace fastweight::cuda {
@@ -25,7 +26,7 @@ struct RecurrentArgs {
   Slots slots;                 // of a step
 
   DeviceStates chunk_states;  // [B, NT, HV] matrices; absent: not wanted
-  int64_t num_chunks = 0;     // NT
+  int64_t state_chunks = 0;   // NT
   ChunkedSequences chunked;
 };
 
@@ -217,28 +218,6 @@ __device__ __forceinline__ void store_output(const DeviceTensor& x, const Part& 
   }
 }
 
-// Where a state is written to, if anywhere. By value: a pointer to one of two kernel arguments would turn their fields
-// into loads from memory.
-struct StatePlace {
-  DeviceStates states;
-  int64_t offset;
-  bool exists;
-};
-
-__device__ __forceinline__ StatePlace final_place(const RecurrentArgs& args, const Part& part, int64_t slot) {
-  const DeviceStates& states = args.final_state;
-  return {states, slot * states.outer_strides[0] + part.head * states.outer_strides[1], states.present()};
-}
-
-// The state before token t of the sequence.
-__device__ __forceinline__ StatePlace chunk_place(const RecurrentArgs& args, const Part& part, int64_t batch,
-                                                  int64_t t) {
-  const DeviceStates& states = args.chunk_states;
-  const int64_t chunk = first_chunk_of(args.chunked, part.sequence) + t / args.chunked.chunk_size;
-  const int64_t* strides = states.outer_strides;
-  return {states, batch * strides[0] + chunk * strides[1] + part.head * strides[2], chunk < args.num_chunks};
-}
-
 // All tokens of one sequence for the block's columns. The state is written in one place of the code, which its compile
 // time asks for. `turn` counts tokens: two exchanges serve in turn, nobody is further ahead than one barrier.
 template <int kPlaces>
@@ -269,7 +248,8 @@ __device__ __forceinline__ void run_part(const RecurrentArgs& args, const Part& 
   for (int64_t t = 0;; ++t, rows.o += o_step) {
     const bool last = t == span.length;
     if (last || (args.chunk_states.present() && t % args.chunked.chunk_size == 0)) {
-      const StatePlace place = last ? final_place(args, part, slot) : chunk_place(args, part, span.batch, t);
+      const StatePlace place =
+          last ? final_place(args, part, slot) : chunk_place(args, part, span.batch, t, args.chunked.chunk_size);
       if (place.exists) store_state<kPlaces>(place.states, place.offset, part, K, V, S);
     }
     if (last) return;
@@ -335,7 +315,7 @@ void recurrent_forward(const DeltaRuleForwardProblem& problem, const Context& co
   args.initial_state = device_states(forward.in.initial_state, v_first);
   args.final_state = device_states(forward.final_state, v_first);
   args.chunk_states = device_states(forward.chunk_states, v_first);
-  args.num_chunks = problem.sizes.num_chunks;
+  args.state_chunks = problem.sizes.num_chunks;
   args.chunked.sequences = args.problem.sequences;
   args.chunked.chunk_size = forward.options.chunk_size;
 
