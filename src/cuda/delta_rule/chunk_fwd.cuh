@@ -267,14 +267,14 @@ struct Scan {
   const ChunkArgs& args;
   const ScanPart& part;
   const SequenceSpan& span;
-  int64_t chunks;
+  int chunks;
   Handover<kK, kColumns>& handover;
   Stages stage;
   bool two_stages;
   int row, lane;  // the warp's first column in the block
 
-  __device__ __forceinline__ Stage<kK, kPerChannel, kColumns>& stage_of(int64_t c) const {
-    return stage[two_stages ? static_cast<int>(c) % 2 : 0];
+  __device__ __forceinline__ Stage<kK, kPerChannel, kColumns>& stage_of(int c) const {
+    return stage[two_stages ? c % 2 : 0];
   }
 
   // The state is written in one place of the code, which its compile time asks for.
@@ -288,15 +288,17 @@ struct Scan {
         load_state<kK>(args.initial_state, base, part.column + row + 16 * i, K, V, lane, S[i]);
       }
     }
-    for (int64_t c = 0;; ++c) {
+    for (int c = 0;; ++c) {
+      // Where registers are short, no address is kept from chunk to chunk; elsewhere that costs time.
+      const int here = kPerChannel || kK > 128 ? settled(lane) : lane;
       const bool last = c == chunks;
       if (last || args.chunk_states.present()) {
         const StatePlace place = last ? final_place(args, part) : chunk_place(args, part, span.batch, c);
-        const int here = settled(lane);  // addresses are not kept from chunk to chunk
+        const int there = settled(lane);
         if (place.exists) {
 #pragma unroll
           for (int i = 0; i < kTiles; ++i) {
-            store_state<kK>(place.states, place.offset, part.column + row + 16 * i, K, V, here, S[i]);
+            store_state<kK>(place.states, place.offset, part.column + row + 16 * i, K, V, there, S[i]);
           }
         }
       }
@@ -305,11 +307,11 @@ struct Scan {
       Stage<kK, kPerChannel, kColumns>& current = stage_of(c);
       Sums<kTiles> X;
       clear<kTiles>(X);
-      read_state<kType, kK, kTiles>(S, handover.S(), row, current.read_keys(), lane, X);
+      read_state<kType, kK, kTiles>(S, handover.S(), row, current.read_keys(), here, X);
       arrive_at_part_barrier<kStateReady>(kThreads);
-      finish_writes<kType, kTiles>(current, handover.N(), row, lane, X);
+      finish_writes<kType, kTiles>(current, handover.N(), row, here, X);
       arrive_at_part_barrier<kWritesReady>(kThreads);
-      advance_state<kType, kTiles>(current, lane, X, S);
+      advance_state<kType, kTiles>(current, here, X, S);
       if (c + 1 < chunks) {
         c % 2 == 0 ? arrive_at_part_barrier<kEvenStageFree>(kThreads) : arrive_at_part_barrier<kOddStageFree>(kThreads);
       }
@@ -325,7 +327,7 @@ struct Scan {
     commit_copies();
     wait_copies<0>();
     if (two_stages) arrive_at_part_barrier<kStageReady>(kThreads);
-    for (int64_t c = 0; c < chunks; ++c, o += C * args.o.strides[1]) {
+    for (int c = 0; c < chunks; ++c, o += C * args.o.strides[1]) {
       Stage<kK, kPerChannel, kColumns>& current = stage_of(c);
       const bool more = c + 1 < chunks;
       if (c > 0) c % 2 == 1 ? part_barrier<kEvenStageFree>(kThreads) : part_barrier<kOddStageFree>(kThreads);
@@ -372,8 +374,8 @@ __global__ void __launch_bounds__(2 * kPairs * kWarpSize, 1)
     const ScanPart part = scan_part_at(p, args.chunked, at, Part::kColumns);
     const SequenceSpan span = sequence_at(p.sequences, part.sequence);
     // Offsets out of order may claim more chunks than there is scratch memory for.
-    const int64_t chunks =
-        max(min(chunks_of(span.length, args.chunked.chunk_size), args.num_chunks - part.first_chunk), int64_t{0});
+    const auto chunks = static_cast<int>(
+        max(min(chunks_of(span.length, args.chunked.chunk_size), args.num_chunks - part.first_chunk), int64_t{0}));
     const int row = warp % kPairs * 16 * kTiles;
     const Part scan{args, part, span, chunks, handover, stage, two_stages, row, lane};
     if (warp < kPairs) {

@@ -86,6 +86,25 @@ struct StateTile {
   float s[kKeys][kColumns];
 };
 
+// A lane moves its state in quads that lie together along K (kAlongK) or along V: quad i holds four channels of column
+// i % 4, or the four columns of channel i.
+template <bool kAlongK>
+__device__ __forceinline__ void quad_of(const StateTile& S, int i, float (&values)[4]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) values[j] = kAlongK ? S.s[i / 4 * 4 + j][i % 4] : S.s[i][j];
+}
+
+template <DType kType, bool kAlongK>
+__device__ __forceinline__ void decode_state(const RawQuad (&raw)[kKeys], StateTile& S) {
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) {
+    float values[4];
+    decode_quad<kType>(raw[i], values);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) (kAlongK ? S.s[i / 4 * 4 + j][i % 4] : S.s[i][j]) = values[j];
+  }
+}
+
 // What the lane's decay and beta are made of, as it lies in memory. Zeros where there is nothing.
 struct RawScalars {
   uint32_t g, beta;

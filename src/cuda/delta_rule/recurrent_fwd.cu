@@ -30,7 +30,6 @@ struct RecurrentArgs {
   ChunkedSequences chunked;
 };
 
-// States whose quads lie together along K (kAlongK) or along V.
 template <int kPlaces, DType kType, bool kAlongK>
 __device__ __forceinline__ void load_state_quads(const DeviceStates& states, int64_t offset, const Part& part, int K,
                                                  int V, StateTile& S) {
@@ -45,13 +44,7 @@ __device__ __forceinline__ void load_state_quads(const DeviceStates& states, int
           load_quad<kType>(element_at(states.data, kType, offset + key * states.k_stride + column * states.v_stride));
     }
   }
-#pragma unroll
-  for (int i = 0; i < kKeys; ++i) {
-    float values[4];
-    decode_quad<kType>(raw[i], values);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) (kAlongK ? S.s[i / 4 * 4 + j][i % 4] : S.s[i][j]) = values[j];
-  }
+  decode_state<kType, kAlongK>(raw, S);
 }
 
 template <int kPlaces, DType kType, bool kAlongK>
@@ -62,8 +55,7 @@ __device__ __forceinline__ void store_state_quads(const DeviceStates& states, in
     const int key = key_of<kPlaces>(part, i / 4) + (kAlongK ? 0 : i % 4);
     const int column = part.column + (kAlongK ? i % 4 : 0);
     float values[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) values[j] = kAlongK ? S.s[i / 4 * 4 + j][i % 4] : S.s[i][j];
+    quad_of<kAlongK>(S, i, values);
     if (key < K && column < V) {
       store_quad<kType>(element_at(states.data, kType, offset + key * states.k_stride + column * states.v_stride),
                         values);

@@ -52,24 +52,12 @@ struct Inside {
 };
 
 template <int kPlaces, DType kType, bool kAlongK>
-__device__ __forceinline__ void decode_state(const RawQuad (&raw)[kKeys], StateTile& S) {
-#pragma unroll
-  for (int i = 0; i < kKeys; ++i) {
-    float values[4];
-    decode_quad<kType>(raw[i], values);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) (kAlongK ? S.s[i / 4 * 4 + j][i % 4] : S.s[i][j]) = values[j];
-  }
-}
-
-template <int kPlaces, DType kType, bool kAlongK>
 __device__ __forceinline__ void store_state(const StateQuads<kPlaces, kType, kAlongK>& quads, const Inside& inside,
                                             const StateTile& S) {
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
     float values[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) values[j] = kAlongK ? S.s[i / 4 * 4 + j][i % 4] : S.s[i][j];
+    quad_of<kAlongK>(S, i, values);
     if (inside.keys[i / 4] && inside.columns) store_quad<kType>(quads.at(i), values);
   }
 }
@@ -149,7 +137,7 @@ __global__ void __launch_bounds__(kThreads<kPlaces>, kBlocks<kPlaces>)
   load_token<kPlaces>(p.q.dtype, inside, q, k, v, token);
   decode_scalars(p, decode(p, parameters), scalars, token);
   StateTile S;
-  decode_state<kPlaces, kType, kAlongK>(raw, S);
+  decode_state<kType, kAlongK>(raw, S);
 
   send_sums<kPlaces>(p, token, S, exchange);
   __syncthreads();
