@@ -15,7 +15,8 @@ prepare() {
   if cmp -s tools/requirements.txt "$tools/requirements.txt"; then return; fi
   rm -rf "$tools"
   python3 -m venv "$tools"
-  "$tools/bin/python" -m pip install --quiet --disable-pip-version-check --requirement tools/requirements.txt
+  # Most of it is never imported: compiling it would take longer than the rest.
+  "$tools/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --requirement tools/requirements.txt
   cp tools/requirements.txt "$tools/requirements.txt"
 }
 

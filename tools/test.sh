@@ -126,7 +126,7 @@ python_package() {
   SKBUILD_BUILD_DIR=$optimized check tools/python.sh wheel FASTWEIGHT_CUDA_ARCHITECTURES=90a-real CMAKE_CUDA_FLAGS=-Xptxas=-v || return 1
   check tools/python.sh smoke || return 1
   rm -f "$results"
-  tools/python.sh test -n 2 --junitxml "$results"
+  tools/python.sh test -n 2 --dist loadgroup --junitxml "$results"
   status=$?
   counts=$(sed -n 's/.*<testsuite .* errors="\([0-9]*\)" failures="\([0-9]*\)" skipped="\([0-9]*\)" tests="\([0-9]*\)".*/\1 \2 \3 \4/p' \
     "$results" 2>/dev/null)

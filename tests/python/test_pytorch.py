@@ -123,7 +123,13 @@ def test_opcheck(name, arguments):
     torch.library.opcheck(getattr(torch.ops.fastweight, name).default, arguments)
 
 
-INDUCTOR = pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler"))
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=[
+        pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler"),
+        pytest.mark.xdist_group("inductor"),  # a process compiles its headers first
+    ],
+)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
