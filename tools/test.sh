@@ -37,7 +37,7 @@ folder() {  # folder PRESET
 build() {  # build PRESET TARGET
   local log=build/$1-configure.log
   cmake --fresh --preset "$1" -B "$(folder "$1")" >"$log" 2>&1 || { cat "$log"; return 1; }
-  cmake --build "$(folder "$1")" --target "$2" --parallel "$jobs"
+  cmake --build "$(folder "$1")" --target "$2" --parallel $((jobs + 1))  # one waits for the disk or a linker
 }
 
 # Adds up what the ctest report of a preset holds. GoogleTest programs leave one file each with their cases; any other
