@@ -11,10 +11,11 @@
 //     X  = e [reader; q] S,   R = (I + A)^-1 beta (v - X_r),   o = scale (X_q + P R),   S' = exp(gamma_n) S + (w k)^T R
 //
 //     kKey       reader = k, read after the decay: e_i = exp(gamma_i), A_ij = beta_i (k_i . k_j) exp(gamma_i - gamma_j)
-//     kFeedback  reader = p, read before it: e_i = exp(gamma_{i-1}), A_ij = beta_i (p_i . k_j) exp(gamma_{i-1} -
-//     gamma_j) kNone      no reader, R = v kLowRank   reader = a as in kFeedback, b in place of k, beta = -1, and in
-//     place of v what the block's own writes of
-//                v with k make a read, A2 v, where A2 is A of (a, k). The second write (k, v) adds P2 v to o and
+//     kFeedback  reader = p, read before it: e_i = exp(gamma_{i-1}),
+//                A_ij = beta_i (p_i . k_j) exp(gamma_{i-1} - gamma_j)
+//     kNone      no reader, R = v
+//     kLowRank   reader = a as in kFeedback, b in place of k, beta = -1, and in place of v what the block's own writes
+//                of v with k make a read, A2 v, where A2 is A of (a, k). The second write (k, v) adds P2 v to o and
 //                (w k)^T v to S', where P2 is P of (q, k).
 #if defined(FW_CPU_DELTA_RULE_BLOCK_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FW_CPU_DELTA_RULE_BLOCK_INL_H_
