@@ -308,26 +308,30 @@ HWY_NOINLINE inline void make_factors_per_head(Block& block) {
   }
 }
 
+// By rows, not down the columns: the rows of [16][ld] arrays lie at the same few places of the cache.
 HWY_NOINLINE inline void make_factors_per_channel(Block& block) {
   const int64_t ld = block.ld;
   const bool early = block.form.reads_early(), corrects = block.form.corrects();
-  for (int64_t d = 0; d < ld; d += kLanes) {
-    Vec left = broadcast(1.0f), right = broadcast(1.0f);
-    for (int64_t i = 0; i < kBlock; ++i) {
+  const Vec one = broadcast(1.0f);
+  for (int64_t i = 0; i < kBlock; ++i) {
+    for (int64_t d = 0; d < ld; d += kLanes) {
       const int64_t at = i * ld + d;
-      const Vec before = left;
-      left = hn::Mul(left, load(block.decay + at));
+      const Vec before = i == 0 ? one : load(block.read_factor + at - ld);
+      const Vec left = hn::Mul(before, load(block.decay + at));
       store(left, block.read_factor + at);
       if (corrects) store(hn::Mul(load(block.reader + at), early ? before : left), block.read + at);
       store(hn::Mul(load(block.q() + at), left), block.read + kBlock * ld + at);
     }
-    store(left, block.total + d);
-    for (int64_t i = kBlock - 1; i >= 0; --i) {
+  }
+  std::memcpy(block.total, block.read_factor + (kBlock - 1) * ld, static_cast<size_t>(ld) * sizeof(float));
+  for (int64_t i = kBlock - 1; i >= 0; --i) {
+    for (int64_t d = 0; d < ld; d += kLanes) {
       const int64_t at = i * ld + d;
+      const Vec right =
+          i == kBlock - 1 ? one : hn::Mul(load(block.write_factor + at + ld), load(block.decay + at + ld));
       store(right, block.write_factor + at);
       store(hn::Mul(load(block.k + at), right), block.write + at);
       if (block.k2 != nullptr) store(hn::Mul(load(block.k2 + at), right), block.write2 + at);
-      right = hn::Mul(right, load(block.decay + at));
     }
   }
   for (int64_t i = 0; i < kBlock; ++i) block.reader_scale[i] = block.read_scale[i] = block.write_scale[i] = 1;

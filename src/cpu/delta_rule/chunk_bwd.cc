@@ -506,7 +506,7 @@ class ChunkKernel : public UnitKernel {
     }
   }
 
-  // One decay per channel, the same on return. The factors exp(gamma_i - gamma_j) run along each column j of pairs; no
+  // One decay per channel, the same on return. The factors exp(gamma_i - gamma_j) run down each column j of pairs; no
   // quotient of exponentials is formed.
   void pair_adjoint_per_channel(const Block& block) {
     switch (block.form.correction) {
@@ -529,59 +529,60 @@ class ChunkKernel : public UnitKernel {
     }
   }
 
-  // As pair_products_per_head for channels d .. d + kLanes - 1; adds the pairs' terms to gradients.dg.
+  // As pair_products_per_head for channels d .. d + kLanes - 1; adds the pairs' terms to gradients.dg. Row by row: what
+  // belongs to a column stays in lines of its own, because a walk down a column of [16][ld] arrays, whose rows lie at
+  // the same few places of the cache, costs three times as much.
   template <bool kCorrects, bool kEarly>
   HWY_INLINE void pair_products_per_channel(const Block& block, int64_t d, const float* k, const float* pair_gradients,
                                             float* dk) {
-    for (int64_t j = 0; j < block.n; ++j) {
-      const int64_t at_j = j * ld_ + d;
-      const Vec k_j = load(k + at_j);
-      const Vec diagonal = broadcast(pair_gradients[(kBlock + j) * kBlock + j]);
-      float* dq_j = reading_ + kBlock * ld_ + at_j;
-      store(fma(diagonal, k_j, load(dq_j)), dq_j);
-      alignas(64) float factors[kBlock * kLanes];
-      Vec factor = broadcast(1.0f);
-      store(factor, factors + j * kLanes);
-      for (int64_t i = j + 1; i < block.n; ++i) {
-        factor = hn::Mul(factor, load(block.decay + i * ld_ + d));
-        store(factor, factors + i * kLanes);
-      }
-      Vec column = hn::Mul(diagonal, load(block.q() + at_j));
-      Vec crossing = zero();  // sum over i >= m of M_ij
-      for (int64_t i = block.n - 1; i > j; --i) {
-        const int64_t at = i * ld_ + d;
-        const Vec f = load(factors + i * kLanes);
-        const Vec key = hn::Mul(f, k_j);
-        const Vec dP = broadcast(pair_gradients[(kBlock + i) * kBlock + j]);
-        float* reading = reading_ + at;
-        float* dq = reading + kBlock * ld_;
-        float* dg = gradients.dg + at;
-        store(fma(dP, key, load(dq)), dq);
-        if constexpr (kCorrects && !kEarly) {
-          const Vec dA = broadcast(-pair_gradients[i * kBlock + j]);
-          store(fma(dA, key, load(reading)), reading);
-          const Vec beta_k = hn::Mul(broadcast(block.beta[i]), load(block.reader + at));
-          const Vec x = fma(dP, load(block.q() + at), hn::Mul(dA, beta_k));
-          column = fma(f, x, column);
-          crossing = fma(key, x, crossing);
-          store(hn::Add(load(dg), crossing), dg);
-        } else {
-          const Vec x = hn::Mul(dP, load(block.q() + at));
-          column = fma(f, x, column);
-          crossing = fma(key, x, crossing);
-          store(hn::Add(load(dg), crossing), dg);
+    alignas(64) float keys[kBlock * kLanes], factors[kBlock * kLanes];   // k_j, exp(gamma_i - gamma_j)
+    alignas(64) float columns[kBlock * kLanes], gates[kBlock * kLanes];  // dk_j, dg_j so far
+    for (int64_t i = 0; i < block.n; ++i) {
+      const int64_t at = i * ld_ + d;
+      const float* row = pair_gradients + i * kBlock;
+      const float* row_q = row + kBlock * kBlock;
+      const Vec decay = load(block.decay + at);
+      const Vec q = load(block.q() + at);
+      const Vec beta_reader = kCorrects ? hn::Mul(broadcast(block.beta[i]), load(block.reader + at)) : zero();
+      Vec reading = kCorrects ? load(reading_ + at) : zero(), dq = load(reading_ + kBlock * ld_ + at);
+      Vec crossing = zero(), crossing_early = zero();  // sums of M_ij' over j' < j
+      for (int64_t j = 0; j < i; ++j) {
+        const int64_t at_j = j * kLanes;
+        store(hn::Add(load(gates + at_j), kEarly ? hn::Add(crossing, crossing_early) : crossing), gates + at_j);
+        const Vec k_j = load(keys + at_j);
+        const Vec before = load(factors + at_j);
+        const Vec factor = hn::Mul(before, decay);
+        store(factor, factors + at_j);
+        const Vec key = hn::Mul(factor, k_j);
+        const Vec dP = broadcast(row_q[j]);
+        dq = fma(dP, key, dq);
+        Vec x = hn::Mul(dP, q);
+        if constexpr (kCorrects) {
+          const Vec dA = broadcast(row[j]);
+          reading = fnma(dA, kEarly ? hn::Mul(before, k_j) : key, reading);
+          if constexpr (!kEarly) x = fnma(dA, beta_reader, x);
         }
+        x = hn::Mul(factor, x);
+        crossing = fma(k_j, x, crossing);
         if constexpr (kEarly) {
-          const Vec f_early = load(factors + (i - 1) * kLanes);
-          const Vec key_early = hn::Mul(f_early, k_j);
-          const Vec dA = broadcast(-pair_gradients[i * kBlock + j]);
-          store(fma(dA, key_early, load(reading)), reading);
-          const Vec x = hn::Mul(dA, hn::Mul(broadcast(block.beta[i]), load(block.reader + at)));
-          column = fma(f_early, x, column);
-          crossing = fma(key_early, x, crossing);
+          const Vec early = hn::Mul(before, hn::Mul(broadcast(row[j]), beta_reader));
+          crossing_early = fnma(k_j, early, crossing_early);
+          x = hn::Sub(x, early);
         }
+        store(hn::Add(load(columns + at_j), x), columns + at_j);
       }
-      store(column, dk + at_j);
+      const Vec k_i = load(k + at);
+      const Vec diagonal = broadcast(row_q[i]);
+      store(k_i, keys + i * kLanes);
+      store(broadcast(1.0f), factors + i * kLanes);
+      store(hn::Mul(diagonal, q), columns + i * kLanes);
+      store(hn::Add(load(gradients.dg + at), crossing), gates + i * kLanes);
+      store(fma(diagonal, k_i, dq), reading_ + kBlock * ld_ + at);
+      if constexpr (kCorrects) store(reading, reading_ + at);
+    }
+    for (int64_t j = 0; j < block.n; ++j) {
+      store(load(columns + j * kLanes), dk + j * ld_ + d);
+      store(load(gates + j * kLanes), gradients.dg + j * ld_ + d);
     }
     for (int64_t j = block.n; j < kBlock; ++j) store(zero(), dk + j * ld_ + d);
   }
