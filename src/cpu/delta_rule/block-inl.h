@@ -314,24 +314,30 @@ HWY_NOINLINE inline void make_factors_per_channel(Block& block) {
   const bool early = block.form.reads_early(), corrects = block.form.corrects();
   const Vec one = broadcast(1.0f);
   for (int64_t i = 0; i < kBlock; ++i) {
+    const float* decay = block.decay + i * ld;
+    const float* reader = block.reader + i * ld;
+    const float* q = block.q() + i * ld;
+    float* factor = block.read_factor + i * ld;
+    float* read = block.read + i * ld;
     for (int64_t d = 0; d < ld; d += kLanes) {
-      const int64_t at = i * ld + d;
-      const Vec before = i == 0 ? one : load(block.read_factor + at - ld);
-      const Vec left = hn::Mul(before, load(block.decay + at));
-      store(left, block.read_factor + at);
-      if (corrects) store(hn::Mul(load(block.reader + at), early ? before : left), block.read + at);
-      store(hn::Mul(load(block.q() + at), left), block.read + kBlock * ld + at);
+      const Vec before = i == 0 ? one : load(factor - ld + d);
+      const Vec left = hn::Mul(before, load(decay + d));
+      store(left, factor + d);
+      if (corrects) store(hn::Mul(load(reader + d), early ? before : left), read + d);
+      store(hn::Mul(load(q + d), left), read + kBlock * ld + d);
     }
   }
   std::memcpy(block.total, block.read_factor + (kBlock - 1) * ld, static_cast<size_t>(ld) * sizeof(float));
   for (int64_t i = kBlock - 1; i >= 0; --i) {
+    const float* decay = block.decay + i * ld;
+    const float* k = block.k + i * ld;
+    float* factor = block.write_factor + i * ld;
+    float* write = block.write + i * ld;
     for (int64_t d = 0; d < ld; d += kLanes) {
-      const int64_t at = i * ld + d;
-      const Vec right =
-          i == kBlock - 1 ? one : hn::Mul(load(block.write_factor + at + ld), load(block.decay + at + ld));
-      store(right, block.write_factor + at);
-      store(hn::Mul(load(block.k + at), right), block.write + at);
-      if (block.k2 != nullptr) store(hn::Mul(load(block.k2 + at), right), block.write2 + at);
+      const Vec right = i == kBlock - 1 ? one : hn::Mul(load(factor + ld + d), load(decay + ld + d));
+      store(right, factor + d);
+      store(hn::Mul(load(k + d), right), write + d);
+      if (block.k2 != nullptr) store(hn::Mul(load(block.k2 + i * ld + d), right), block.write2 + i * ld + d);
     }
   }
   for (int64_t i = 0; i < kBlock; ++i) block.reader_scale[i] = block.read_scale[i] = block.write_scale[i] = 1;
