@@ -171,69 +171,95 @@ std::vector<std::pair<std::string, const Tensor*>> DeltaRuleResults::named() con
   return result;
 }
 
-DeltaRuleResults forward(const DeltaRuleCase& problem, const Context& context, bool chunk_states) {
+DeltaRuleResults forward_outputs(const DeltaRuleCase& problem, bool chunk_states) {
   const DeltaRuleSpec& spec = problem.spec;
-  DeltaRuleResults results;
-  results.o = poisoned(spec.dtype, problem.v.shape());
-  results.final_state = poisoned(wide(spec), state_shape(spec));
+  DeltaRuleResults outputs;
+  outputs.o = poisoned(spec.dtype, problem.v.shape());
+  outputs.final_state = poisoned(wide(spec), state_shape(spec));
   if (chunk_states) {
     std::vector<int64_t> shape = state_shape(spec);
     shape[0] = delta_rule_num_chunks(spec.T, problem.cu_seqlens.view(), spec.options.chunk_size);
     shape.insert(shape.begin(), spec.B);
-    results.chunk_states = poisoned(wide(spec), shape);
+    outputs.chunk_states = poisoned(wide(spec), shape);
   }
+  return outputs;
+}
+
+DeltaRuleResults backward_outputs(const DeltaRuleCase& problem) {
+  const DeltaRuleSpec& spec = problem.spec;
+  DeltaRuleResults outputs;
+  outputs.dq = poisoned_like(problem.q);
+  outputs.dk = poisoned_like(problem.k);
+  outputs.dv = poisoned_like(problem.v);
+  outputs.dg = poisoned_like(problem.g);
+  outputs.dbeta = poisoned_like(problem.beta);
+  outputs.da_log = poisoned_like(problem.a_log);
+  outputs.ddt_bias = poisoned_like(problem.dt_bias);
+  if (problem.initial_state.present()) outputs.d_initial_state = poisoned(wide(spec), state_shape(spec));
+  return outputs;
+}
+
+DeltaRuleResults step_outputs(const DeltaRuleCase& problem) {
+  const DeltaRuleSpec& spec = problem.spec;
+  DeltaRuleResults outputs;
+  outputs.o = poisoned(spec.dtype, problem.v.shape());
+  outputs.final_state = problem.initial_state.present() ? problem.initial_state : Tensor(wide(spec), state_shape(spec));
+  return outputs;
+}
+
+DeltaRuleForward forward_args(const DeltaRuleCase& problem, const DeltaRuleResults& outputs) {
   DeltaRuleForward args;
   args.in = problem.inputs();
-  args.options = spec.options;
-  args.o = results.o.view();
-  args.final_state = results.final_state.view();
-  args.chunk_states = results.chunk_states.view();
-  results.implementation = run(context, args);
+  args.options = problem.spec.options;
+  args.o = outputs.o.view();
+  args.final_state = outputs.final_state.view();
+  args.chunk_states = outputs.chunk_states.view();
+  return args;
+}
+
+DeltaRuleBackward backward_args(const DeltaRuleCase& problem, const DeltaRuleResults& outputs, const Tensor& saved) {
+  DeltaRuleBackward args;
+  args.in = problem.inputs();
+  args.options = problem.spec.options;
+  args.d_o = problem.d_o.view();
+  args.d_final_state = problem.d_final_state.view();
+  args.chunk_states = saved.view();
+  args.dq = outputs.dq.view();
+  args.dk = outputs.dk.view();
+  args.dv = outputs.dv.view();
+  args.dg = outputs.dg.view();
+  args.dbeta = outputs.dbeta.view();
+  args.da_log = outputs.da_log.view();
+  args.ddt_bias = outputs.ddt_bias.view();
+  args.d_initial_state = outputs.d_initial_state.view();
+  return args;
+}
+
+DeltaRuleStep step_args(const DeltaRuleCase& problem, const DeltaRuleResults& outputs) {
+  DeltaRuleStep args;
+  args.in = problem.inputs();
+  args.in.initial_state = {};
+  args.options = problem.spec.options;
+  args.state = outputs.final_state.view();
+  args.o = outputs.o.view();
+  return args;
+}
+
+DeltaRuleResults forward(const DeltaRuleCase& problem, const Context& context, bool chunk_states) {
+  DeltaRuleResults results = forward_outputs(problem, chunk_states);
+  results.implementation = run(context, forward_args(problem, results));
   return results;
 }
 
 DeltaRuleResults backward(const DeltaRuleCase& problem, const Context& context, const Tensor& saved) {
-  const DeltaRuleSpec& spec = problem.spec;
-  DeltaRuleResults results;
-  results.dq = poisoned_like(problem.q);
-  results.dk = poisoned_like(problem.k);
-  results.dv = poisoned_like(problem.v);
-  results.dg = poisoned_like(problem.g);
-  results.dbeta = poisoned_like(problem.beta);
-  results.da_log = poisoned_like(problem.a_log);
-  results.ddt_bias = poisoned_like(problem.dt_bias);
-  if (problem.initial_state.present()) results.d_initial_state = poisoned(wide(spec), state_shape(spec));
-
-  DeltaRuleBackward args;
-  args.in = problem.inputs();
-  args.options = spec.options;
-  args.d_o = problem.d_o.view();
-  args.d_final_state = problem.d_final_state.view();
-  args.chunk_states = saved.view();
-  args.dq = results.dq.view();
-  args.dk = results.dk.view();
-  args.dv = results.dv.view();
-  args.dg = results.dg.view();
-  args.dbeta = results.dbeta.view();
-  args.da_log = results.da_log.view();
-  args.ddt_bias = results.ddt_bias.view();
-  args.d_initial_state = results.d_initial_state.view();
-  results.implementation = run(context, args);
+  DeltaRuleResults results = backward_outputs(problem);
+  results.implementation = run(context, backward_args(problem, results, saved));
   return results;
 }
 
 DeltaRuleResults step(const DeltaRuleCase& problem, const Context& context) {
-  const DeltaRuleSpec& spec = problem.spec;
-  DeltaRuleResults results;
-  results.o = poisoned(spec.dtype, problem.v.shape());
-  results.final_state = problem.initial_state.present() ? problem.initial_state : Tensor(wide(spec), state_shape(spec));
-  DeltaRuleStep args;
-  args.in = problem.inputs();
-  args.in.initial_state = {};
-  args.options = spec.options;
-  args.state = results.final_state.view();
-  args.o = results.o.view();
-  results.implementation = run(context, args);
+  DeltaRuleResults results = step_outputs(problem);
+  results.implementation = run(context, step_args(problem, results));
   return results;
 }
 

@@ -74,15 +74,21 @@ std::string run(const Context& context, const DeltaRuleForward& args);
 std::string run(const Context& context, const DeltaRuleBackward& args);
 std::string run(const Context& context, const DeltaRuleStep& args);
 
-// Outputs are poisoned with NaN before the call. Results have q's type (gradients of g, beta, parameters: theirs), the
-// states fp32, or fp64 for a problem in double.
+// Outputs are poisoned with NaN. Results have q's type (gradients of g, beta, parameters: theirs), the states fp32, or
+// fp64 for a problem in double; the state of a step, which starts as the initial state, has that one's type.
+DeltaRuleResults forward_outputs(const DeltaRuleCase& problem, bool chunk_states = false);
+DeltaRuleResults backward_outputs(const DeltaRuleCase& problem);
+DeltaRuleResults step_outputs(const DeltaRuleCase& problem);
+
+// The call on these tensors. `saved` may hold the forward's fp32 chunk states. A step decodes all T tokens in one call.
+DeltaRuleForward forward_args(const DeltaRuleCase& problem, const DeltaRuleResults& outputs);
+DeltaRuleBackward backward_args(const DeltaRuleCase& problem, const DeltaRuleResults& outputs,
+                                const Tensor& saved = {});
+DeltaRuleStep step_args(const DeltaRuleCase& problem, const DeltaRuleResults& outputs);
+
+// All three: outputs, arguments, run.
 DeltaRuleResults forward(const DeltaRuleCase& problem, const Context& context, bool chunk_states = false);
-
-// `saved` may hold the forward's fp32 chunk states.
 DeltaRuleResults backward(const DeltaRuleCase& problem, const Context& context, const Tensor& saved = {});
-
-// Decodes all T tokens in one call of the in-place step; o and final_state are filled. The state is of the type of
-// problem.initial_state.
 DeltaRuleResults step(const DeltaRuleCase& problem, const Context& context);
 
 }  // namespace fastweight::support

@@ -100,53 +100,79 @@ std::vector<std::pair<std::string, const Tensor*>> ShortConvResults::named() con
   return result;
 }
 
-ShortConvResults forward(const ShortConvCase& problem, const Context& context) {
-  const ShortConvSpec& spec = problem.spec;
-  ShortConvResults results;
-  results.y = poisoned_like(problem.x);
-  results.final_state = poisoned(spec.dtype, state_shape(spec));
-  ShortConvForward args;
-  args.in = problem.inputs();
-  args.options = spec.options;
-  args.residual = problem.residual.view();
-  args.y = results.y.view();
-  args.final_state = results.final_state.view();
-  results.implementation = run(context, args);
-  return results;
+ShortConvResults forward_outputs(const ShortConvCase& problem) {
+  ShortConvResults outputs;
+  outputs.y = poisoned_like(problem.x);
+  outputs.final_state = poisoned(problem.spec.dtype, state_shape(problem.spec));
+  return outputs;
 }
 
-ShortConvResults backward(const ShortConvCase& problem, const Context& context) {
-  ShortConvResults results;
-  results.dx = poisoned_like(problem.x);
-  results.dw = poisoned_like(problem.w);
-  results.dbias = poisoned_like(problem.bias);
-  results.d_initial_state = poisoned_like(problem.initial_state);
+ShortConvResults backward_outputs(const ShortConvCase& problem) {
+  ShortConvResults outputs;
+  outputs.dx = poisoned_like(problem.x);
+  outputs.dw = poisoned_like(problem.w);
+  outputs.dbias = poisoned_like(problem.bias);
+  outputs.d_initial_state = poisoned_like(problem.initial_state);
+  return outputs;
+}
+
+ShortConvResults step_outputs(const ShortConvCase& problem) {
+  const ShortConvSpec& spec = problem.spec;
+  ShortConvResults outputs;
+  outputs.y = poisoned_like(problem.x);
+  outputs.final_state = problem.initial_state.present() ? problem.initial_state : Tensor(spec.dtype, state_shape(spec));
+  return outputs;
+}
+
+ShortConvForward forward_args(const ShortConvCase& problem, const ShortConvResults& outputs) {
+  ShortConvForward args;
+  args.in = problem.inputs();
+  args.options = problem.spec.options;
+  args.residual = problem.residual.view();
+  args.y = outputs.y.view();
+  args.final_state = outputs.final_state.view();
+  return args;
+}
+
+ShortConvBackward backward_args(const ShortConvCase& problem, const ShortConvResults& outputs) {
   ShortConvBackward args;
   args.in = problem.inputs();
   args.options = problem.spec.options;
   args.dy = problem.dy.view();
   args.d_final_state = problem.d_final_state.view();
-  args.dx = results.dx.view();
-  args.dw = results.dw.view();
-  args.dbias = results.dbias.view();
-  args.d_initial_state = results.d_initial_state.view();
-  results.implementation = run(context, args);
+  args.dx = outputs.dx.view();
+  args.dw = outputs.dw.view();
+  args.dbias = outputs.dbias.view();
+  args.d_initial_state = outputs.d_initial_state.view();
+  return args;
+}
+
+ShortConvStep step_args(const ShortConvCase& problem, const ShortConvResults& outputs) {
+  ShortConvStep args;
+  args.in = problem.inputs();
+  args.in.initial_state = {};
+  args.options = problem.spec.options;
+  args.residual = problem.residual.view();
+  args.state = outputs.final_state.view();
+  args.y = outputs.y.view();
+  return args;
+}
+
+ShortConvResults forward(const ShortConvCase& problem, const Context& context) {
+  ShortConvResults results = forward_outputs(problem);
+  results.implementation = run(context, forward_args(problem, results));
+  return results;
+}
+
+ShortConvResults backward(const ShortConvCase& problem, const Context& context) {
+  ShortConvResults results = backward_outputs(problem);
+  results.implementation = run(context, backward_args(problem, results));
   return results;
 }
 
 ShortConvResults step(const ShortConvCase& problem, const Context& context) {
-  const ShortConvSpec& spec = problem.spec;
-  ShortConvResults results;
-  results.y = poisoned_like(problem.x);
-  results.final_state = problem.initial_state.present() ? problem.initial_state : Tensor(spec.dtype, state_shape(spec));
-  ShortConvStep args;
-  args.in = problem.inputs();
-  args.in.initial_state = {};
-  args.options = spec.options;
-  args.residual = problem.residual.view();
-  args.state = results.final_state.view();
-  args.y = results.y.view();
-  results.implementation = run(context, args);
+  ShortConvResults results = step_outputs(problem);
+  results.implementation = run(context, step_args(problem, results));
   return results;
 }
 

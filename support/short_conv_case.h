@@ -57,12 +57,20 @@ std::string run(const Context& context, const ShortConvForward& args);
 std::string run(const Context& context, const ShortConvBackward& args);
 std::string run(const Context& context, const ShortConvStep& args);
 
-// Outputs are poisoned with NaN before the call and have the types of x, w, bias and the initial state.
+// Outputs are poisoned with NaN and have the types of x, w, bias and the initial state; the state of a step starts as
+// the initial state (absent: 0).
+ShortConvResults forward_outputs(const ShortConvCase& problem);
+ShortConvResults backward_outputs(const ShortConvCase& problem);
+ShortConvResults step_outputs(const ShortConvCase& problem);
+
+// The call on these tensors. A step decodes all T tokens in one call.
+ShortConvForward forward_args(const ShortConvCase& problem, const ShortConvResults& outputs);
+ShortConvBackward backward_args(const ShortConvCase& problem, const ShortConvResults& outputs);
+ShortConvStep step_args(const ShortConvCase& problem, const ShortConvResults& outputs);
+
+// All three: outputs, arguments, run.
 ShortConvResults forward(const ShortConvCase& problem, const Context& context);
 ShortConvResults backward(const ShortConvCase& problem, const Context& context);
-
-// Decodes all T tokens in one call of the in-place step, from the initial state (absent: 0); y and the state after the
-// call are filled.
 ShortConvResults step(const ShortConvCase& problem, const Context& context);
 
 }  // namespace fastweight::support

@@ -148,52 +148,6 @@ std::vector<std::pair<std::string, const Tensor*>> TttLinearResults::named() con
   return result;
 }
 
-TttLinearResults forward(const TttLinearCase& problem, const Context& context) {
-  const TttLinearSpec& spec = problem.spec;
-  TttLinearResults results;
-  results.o = poisoned(spec.dtype, problem.v.shape());
-  results.final_state = poisoned(wide(spec), state_shape(spec));
-  results.final_state_bias = poisoned(wide(spec), bias_shape(spec));
-  TttLinearForward args;
-  args.in = problem.inputs();
-  args.options = spec.options;
-  args.o = results.o.view();
-  args.final_state = results.final_state.view();
-  args.final_state_bias = results.final_state_bias.view();
-  results.implementation = run(context, args);
-  return results;
-}
-
-TttLinearResults backward(const TttLinearCase& problem, const Context& context) {
-  const TttLinearSpec& spec = problem.spec;
-  TttLinearResults results;
-  results.dq = poisoned_like(problem.q);
-  results.dk = poisoned_like(problem.k);
-  results.dv = poisoned_like(problem.v);
-  results.dw = poisoned_like(problem.w);
-  results.db = poisoned_like(problem.b);
-  results.deta = poisoned_like(problem.eta);
-  if (problem.initial_state.present()) results.d_initial_state = poisoned(wide(spec), state_shape(spec));
-  if (problem.initial_state_bias.present()) results.d_initial_state_bias = poisoned(wide(spec), bias_shape(spec));
-
-  TttLinearBackward args;
-  args.in = problem.inputs();
-  args.options = spec.options;
-  args.d_o = problem.d_o.view();
-  args.d_final_state = problem.d_final_state.view();
-  args.d_final_state_bias = problem.d_final_state_bias.view();
-  args.dq = results.dq.view();
-  args.dk = results.dk.view();
-  args.dv = results.dv.view();
-  args.dw = results.dw.view();
-  args.db = results.db.view();
-  args.deta = results.deta.view();
-  args.d_initial_state = results.d_initial_state.view();
-  args.d_initial_state_bias = results.d_initial_state_bias.view();
-  results.implementation = run(context, args);
-  return results;
-}
-
 TttLinearOpen opened(const TttLinearCase& problem) {
   const TttLinearSpec& spec = problem.spec;
   TttLinearOpen open;
@@ -207,29 +161,101 @@ TttLinearOpen opened(const TttLinearCase& problem) {
   return open;
 }
 
+TttLinearResults forward_outputs(const TttLinearCase& problem) {
+  const TttLinearSpec& spec = problem.spec;
+  TttLinearResults outputs;
+  outputs.o = poisoned(spec.dtype, problem.v.shape());
+  outputs.final_state = poisoned(wide(spec), state_shape(spec));
+  outputs.final_state_bias = poisoned(wide(spec), bias_shape(spec));
+  return outputs;
+}
+
+TttLinearResults backward_outputs(const TttLinearCase& problem) {
+  const TttLinearSpec& spec = problem.spec;
+  TttLinearResults outputs;
+  outputs.dq = poisoned_like(problem.q);
+  outputs.dk = poisoned_like(problem.k);
+  outputs.dv = poisoned_like(problem.v);
+  outputs.dw = poisoned_like(problem.w);
+  outputs.db = poisoned_like(problem.b);
+  outputs.deta = poisoned_like(problem.eta);
+  if (problem.initial_state.present()) outputs.d_initial_state = poisoned(wide(spec), state_shape(spec));
+  if (problem.initial_state_bias.present()) outputs.d_initial_state_bias = poisoned(wide(spec), bias_shape(spec));
+  return outputs;
+}
+
+TttLinearResults step_outputs(const TttLinearCase& problem, const TttLinearOpen& open) {
+  TttLinearResults outputs;
+  outputs.o = poisoned(problem.spec.dtype, problem.v.shape());
+  outputs.final_state = open.state;
+  outputs.final_state_bias = open.state_bias;
+  outputs.gradient = open.gradient;
+  outputs.gradient_bias = open.gradient_bias;
+  outputs.position = open.position;
+  return outputs;
+}
+
+TttLinearForward forward_args(const TttLinearCase& problem, const TttLinearResults& outputs) {
+  TttLinearForward args;
+  args.in = problem.inputs();
+  args.options = problem.spec.options;
+  args.o = outputs.o.view();
+  args.final_state = outputs.final_state.view();
+  args.final_state_bias = outputs.final_state_bias.view();
+  return args;
+}
+
+TttLinearBackward backward_args(const TttLinearCase& problem, const TttLinearResults& outputs) {
+  TttLinearBackward args;
+  args.in = problem.inputs();
+  args.options = problem.spec.options;
+  args.d_o = problem.d_o.view();
+  args.d_final_state = problem.d_final_state.view();
+  args.d_final_state_bias = problem.d_final_state_bias.view();
+  args.dq = outputs.dq.view();
+  args.dk = outputs.dk.view();
+  args.dv = outputs.dv.view();
+  args.dw = outputs.dw.view();
+  args.db = outputs.db.view();
+  args.deta = outputs.deta.view();
+  args.d_initial_state = outputs.d_initial_state.view();
+  args.d_initial_state_bias = outputs.d_initial_state_bias.view();
+  return args;
+}
+
+TttLinearStep step_args(const TttLinearCase& problem, const TttLinearResults& outputs) {
+  TttLinearStep args;
+  args.in = problem.inputs();
+  args.in.initial_state = args.in.initial_state_bias = {};
+  args.options = problem.spec.options;
+  args.state = outputs.final_state.view();
+  args.state_bias = outputs.final_state_bias.view();
+  args.gradient = outputs.gradient.view();
+  args.gradient_bias = outputs.gradient_bias.view();
+  args.position = outputs.position.view();
+  args.o = outputs.o.view();
+  return args;
+}
+
+TttLinearResults forward(const TttLinearCase& problem, const Context& context) {
+  TttLinearResults results = forward_outputs(problem);
+  results.implementation = run(context, forward_args(problem, results));
+  return results;
+}
+
+TttLinearResults backward(const TttLinearCase& problem, const Context& context) {
+  TttLinearResults results = backward_outputs(problem);
+  results.implementation = run(context, backward_args(problem, results));
+  return results;
+}
+
 TttLinearResults step(const TttLinearCase& problem, const Context& context) {
   return step(problem, opened(problem), context);
 }
 
 TttLinearResults step(const TttLinearCase& problem, const TttLinearOpen& open, const Context& context) {
-  TttLinearResults results;
-  results.o = poisoned(problem.spec.dtype, problem.v.shape());
-  results.final_state = open.state;
-  results.final_state_bias = open.state_bias;
-  results.gradient = open.gradient;
-  results.gradient_bias = open.gradient_bias;
-  results.position = open.position;
-  TttLinearStep args;
-  args.in = problem.inputs();
-  args.in.initial_state = args.in.initial_state_bias = {};
-  args.options = problem.spec.options;
-  args.state = results.final_state.view();
-  args.state_bias = results.final_state_bias.view();
-  args.gradient = results.gradient.view();
-  args.gradient_bias = results.gradient_bias.view();
-  args.position = results.position.view();
-  args.o = results.o.view();
-  results.implementation = run(context, args);
+  TttLinearResults results = step_outputs(problem, open);
+  results.implementation = run(context, step_args(problem, results));
   return results;
 }
 

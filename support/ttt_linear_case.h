@@ -72,11 +72,6 @@ std::string run(const Context& context, const TttLinearForward& args);
 std::string run(const Context& context, const TttLinearBackward& args);
 std::string run(const Context& context, const TttLinearStep& args);
 
-// Outputs are poisoned with NaN before the call. Results have q's type (gradients of w, b, eta: theirs), the states
-// fp32, or fp64 for a problem in double.
-TttLinearResults forward(const TttLinearCase& problem, const Context& context);
-TttLinearResults backward(const TttLinearCase& problem, const Context& context);
-
 // What a step reads and writes of its sequences.
 struct TttLinearOpen {
   Tensor state, state_bias, gradient, gradient_bias, position;
@@ -85,8 +80,21 @@ struct TttLinearOpen {
 // The initial state of the problem (absent: 0), with no token in the open mini-batch.
 TttLinearOpen opened(const TttLinearCase& problem);
 
-// Decodes all T tokens in one call of the in-place step, from opened(problem) or from `open`; o is filled, and the five
-// tensors after the call: the state and its bias are those at the start of the open mini-batch.
+// Outputs are poisoned with NaN. Results have q's type (gradients of w, b, eta: theirs), the states fp32, or fp64 for a
+// problem in double. Those of a step hold `open`: after the call, the state and its bias at the start of the open
+// mini-batch.
+TttLinearResults forward_outputs(const TttLinearCase& problem);
+TttLinearResults backward_outputs(const TttLinearCase& problem);
+TttLinearResults step_outputs(const TttLinearCase& problem, const TttLinearOpen& open);
+
+// The call on these tensors. A step decodes all T tokens in one call.
+TttLinearForward forward_args(const TttLinearCase& problem, const TttLinearResults& outputs);
+TttLinearBackward backward_args(const TttLinearCase& problem, const TttLinearResults& outputs);
+TttLinearStep step_args(const TttLinearCase& problem, const TttLinearResults& outputs);
+
+// All three: outputs, arguments, run. A step starts from opened(problem) or from `open`.
+TttLinearResults forward(const TttLinearCase& problem, const Context& context);
+TttLinearResults backward(const TttLinearCase& problem, const Context& context);
 TttLinearResults step(const TttLinearCase& problem, const Context& context);
 TttLinearResults step(const TttLinearCase& problem, const TttLinearOpen& open, const Context& context);
 

@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 
 namespace fastweight::test {
 
@@ -98,6 +97,22 @@ double rms(const Tensor& x) {
   return x.size() == 0 ? 0 : std::sqrt(squares / static_cast<double>(x.size()));
 }
 
+void expect_close(const std::string& implementation, const NamedTensors& results, const NamedTensors& expected,
+                  const Closeness& closeness, const std::string& problem) {
+  ASSERT_EQ(results.size(), expected.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const auto& [name, wanted] = expected[i];
+    ASSERT_EQ(results[i].first, name);
+    const Tensor& result = *results[i].second;
+    const support::Difference difference = support::compare(result, *wanted);
+    const double bound = closeness.tolerance(name, result.dtype());
+    const bool close = difference.relative_rms < bound || difference.max_abs <= closeness.smallest ||
+                       difference.relative_rms * (rms(*wanted) + 1e-8) <= closeness.slack(name);
+    EXPECT_TRUE(close) << implementation << " " << name << ": relative rms " << difference.relative_rms << ", largest "
+                       << difference.max_abs << ", allowed " << bound << "\n  " << problem;
+  }
+}
+
 Tensor slice(const Tensor& x, size_t axis, int64_t begin, int64_t end) {
   if (!x.present()) return {};
   std::vector<int64_t> shape = x.shape();
@@ -115,23 +130,16 @@ Tensor slice(const Tensor& x, size_t axis, int64_t begin, int64_t end) {
   return result;
 }
 
-Tensor poisoned(const Tensor& x, DType dtype) {
-  if (!x.present()) return {};
-  Tensor result(dtype, x.shape());
-  result.fill(std::numeric_limits<double>::quiet_NaN());
-  return result;
-}
-
 namespace {
 
 constexpr int64_t kGuard = 64;  // elements
 constexpr int kSentinel = 0x5a;
 
+size_t byte_size(const Tensor& x) { return static_cast<size_t>(x.size() * element_size(x.dtype())); }
+
 }  // namespace
 
-size_t StridedTensor::buffer_bytes() const {
-  return static_cast<size_t>(buffer_.size() * element_size(buffer_.dtype()));
-}
+size_t StridedTensor::buffer_bytes() const { return byte_size(buffer_); }
 
 template <class Visit>
 void StridedTensor::for_each_element(const Visit& visit) const {
@@ -187,6 +195,27 @@ bool StridedTensor::guards_intact() const {
     std::memset(bytes.data() + static_cast<size_t>(position) * size, kSentinel, size);
   });
   return std::all_of(bytes.begin(), bytes.end(), [](std::byte x) { return x == static_cast<std::byte>(kSentinel); });
+}
+
+StridedArguments::StridedArguments(const std::vector<support::PlacedView>& dense, Layout layout) {
+  for (const support::PlacedView& argument : dense) {
+    TensorView& view = *argument.view;
+    if (!view.present()) continue;
+    Tensor values(view.dtype, std::vector<int64_t>(view.shape.begin(), view.shape.begin() + view.rank));
+    if (values.size() > 0) std::memcpy(values.data(), view.data, byte_size(values));
+    copies_.push_back({view.data, argument.written, StridedTensor(values, layout)});
+    view = copies_.back().strided.view();
+  }
+}
+
+bool StridedArguments::finish() {
+  bool intact = true;
+  for (const Copy& copy : copies_) {
+    intact = intact && copy.strided.guards_intact();
+    const Tensor values = copy.strided.dense();
+    if (copy.written && values.size() > 0) std::memcpy(copy.dense, values.data(), byte_size(values));
+  }
+  return intact;
 }
 
 }  // namespace fastweight::test

@@ -6,18 +6,22 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <initializer_list>
 #include <map>
 #include <optional>
 #include <random>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fastweight/context.h"
 #include "fastweight/error.h"
 #include "fastweight/info.h"
 #include "support/device.h"
+#include "support/placement.h"
 #include "support/tensor.h"
 
 namespace fastweight::test {
@@ -141,6 +145,17 @@ const char* name_of(DType dtype);
 bool is_16_bit(DType dtype);
 double rms(const Tensor& x);
 
+// Every result within tolerance(name, type) relative rms of the expected one, or nowhere further from it than
+// `smallest`, or within an rms of slack(name).
+using NamedTensors = std::vector<std::pair<std::string, const Tensor*>>;
+struct Closeness {
+  std::function<double(const std::string& name, DType type)> tolerance;
+  double smallest;
+  std::function<double(const std::string& name)> slack = [](const std::string&) { return 0.0; };
+};
+void expect_close(const std::string& implementation, const NamedTensors& results, const NamedTensors& expected,
+                  const Closeness& closeness, const std::string& problem);
+
 template <class Results>
 void expect_same_bits(const Results& results, const Results& expected, const std::string& what = "") {
   const auto actual = results.named(), wanted = expected.named();
@@ -167,9 +182,6 @@ Case slice_tokens(const Case& problem, int64_t begin, int64_t end) {
   for (Tensor* x : part.per_token()) *x = slice(*x, 1, begin, end);
   return part;
 }
-
-// An output of the shape of x with every value NaN; absent if x is.
-Tensor poisoned(const Tensor& x, DType dtype);
 
 // Strided copies ----------------------------------------------------------------------------------------------------
 
@@ -201,6 +213,23 @@ class StridedTensor {
   TensorView view_;
   std::vector<int64_t> shape_;
   Tensor buffer_;
+};
+
+// The tensors of a call in a strided layout, while it lives: the views are redirected to copies.
+class StridedArguments {
+ public:
+  StridedArguments(const std::vector<support::PlacedView>& dense, Layout layout);
+
+  // Copies the outputs to where they are wanted; false if anything between or around their elements was written.
+  bool finish();
+
+ private:
+  struct Copy {
+    void* dense;
+    bool written;
+    StridedTensor strided;
+  };
+  std::deque<Copy> copies_;
 };
 
 }  // namespace fastweight::test

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "support/random.h"
 #include "tests/cuda/testing.h"
 #include "tests/short_conv/cases.h"
 
@@ -168,7 +169,7 @@ TEST(CudaShortConv, SlotsThatDoNotExistAreSkipped) {
   const ShortConvCase problem = draw(spec, 7);
   const Tensor indices(DType::kI64, {4}, std::vector<double>{3, 4, -7, 0});
   for (const std::string& name : implementations("step")) {
-    Tensor state = problem.initial_state, y = poisoned(problem.x, DType::kF32);
+    Tensor state = problem.initial_state, y = support::poisoned(DType::kF32, problem.x.shape());
     ShortConvStep args;
     args.in = problem.inputs();
     args.in.initial_state = {};

@@ -128,26 +128,15 @@ inline double rms_of_gate_terms(const DeltaRuleCase& problem, const DeltaRuleRes
 inline void expect_close(const DeltaRuleCase& problem, const DeltaRuleResults& results,
                          const DeltaRuleResults& expected) {
   constexpr double kOfGateTerms = 2e-6;
-  const auto actual = results.named();
-  const auto wanted = expected.named();
-  ASSERT_EQ(actual.size(), wanted.size());
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    const auto& [name, tensor] = wanted[i];
-    ASSERT_EQ(actual[i].first, name);
-    const support::Difference difference = support::compare(*actual[i].second, *tensor);
-    const double bound = tolerance(problem.spec, name, actual[i].second->dtype());
-    bool close = difference.relative_rms < bound;
-    if (problem.spec.dtype == DType::kF64) {
-      close = close || difference.max_abs <= 1e-12;
-    } else {
-      const double rms_error = difference.relative_rms * (rms(*tensor) + 1e-8);
-      close =
-          close || difference.max_abs <= 1e-6 || rms_error <= kOfGateTerms * rms_of_gate_terms(problem, expected, name);
-    }
-    EXPECT_TRUE(close) << results.implementation << " " << name << ": relative rms " << difference.relative_rms
-                       << ", largest " << difference.max_abs << ", allowed " << bound << "\n  "
-                       << describe(problem.spec);
-  }
+  const bool in_double = problem.spec.dtype == DType::kF64;
+  const Closeness closeness{
+      .tolerance = [&](const std::string& name, DType type) { return tolerance(problem.spec, name, type); },
+      .smallest = in_double ? 1e-12 : 1e-6,
+      .slack =
+          [&](const std::string& name) {
+            return in_double ? 0 : kOfGateTerms * rms_of_gate_terms(problem, expected, name);
+          }};
+  expect_close(results.implementation, results.named(), expected.named(), closeness, describe(problem.spec));
 }
 
 // Every implementation of the mode on this problem, against the reference in double.
@@ -177,115 +166,33 @@ inline void check_step(const DeltaRuleCase& problem) {
   }
 }
 
-// Strided copies ----------------------------------------------------------------------------------------------------
+// Strided runs ------------------------------------------------------------------------------------------------------
 
-// The inputs of a problem in a strided layout.
-class StridedInputs {
- public:
-  StridedInputs(const DeltaRuleCase& problem, Layout layout)
-      : q_(problem.q, layout),
-        k_(problem.k, layout),
-        v_(problem.v, layout),
-        g_(problem.g, layout),
-        beta_(problem.beta, layout),
-        a_log_(problem.a_log, layout),
-        dt_bias_(problem.dt_bias, layout),
-        initial_state_(problem.initial_state, layout),
-        cu_seqlens_(problem.cu_seqlens, layout) {}
-
-  DeltaRuleInputs views() const {
-    DeltaRuleInputs in;
-    in.q = q_.view();
-    in.k = k_.view();
-    in.v = v_.view();
-    in.g = g_.view();
-    in.beta = beta_.view();
-    in.a_log = a_log_.view();
-    in.dt_bias = dt_bias_.view();
-    in.initial_state = initial_state_.view();
-    in.cu_seqlens = cu_seqlens_.view();
-    return in;
-  }
-
- private:
-  StridedTensor q_, k_, v_, g_, beta_, a_log_, dt_bias_, initial_state_, cu_seqlens_;
-};
-
-// As support::forward with chunk states, everything strided. The outputs take the types and shapes of `like`.
+// As support's functions, with every tensor of the call in a strided layout, on the outputs that are given.
 inline DeltaRuleResults forward_strided(const DeltaRuleCase& problem, const Context& context, Layout layout,
-                                        const DeltaRuleResults& like) {
-  const StridedInputs in(problem, layout);
-  const StridedTensor o(like.o, layout), final_state(like.final_state, layout), chunk_states(like.chunk_states, layout);
-  DeltaRuleForward args;
-  args.in = in.views();
-  args.options = problem.spec.options;
-  args.o = o.view();
-  args.final_state = final_state.view();
-  args.chunk_states = chunk_states.view();
-  DeltaRuleResults results;
-  results.implementation = support::run(context, args);
-  for (const StridedTensor* x : {&o, &final_state, &chunk_states}) {
-    EXPECT_TRUE(x->guards_intact()) << results.implementation << " wrote outside its outputs\n  "
-                                    << describe(problem.spec);
-  }
-  results.o = o.dense();
-  results.final_state = final_state.dense();
-  results.chunk_states = chunk_states.dense();
-  return results;
+                                        DeltaRuleResults outputs) {
+  DeltaRuleForward args = support::forward_args(problem, outputs);
+  StridedArguments strided(support::views_of(args), layout);
+  outputs.implementation = support::run(context, args);
+  EXPECT_TRUE(strided.finish()) << outputs.implementation << " wrote outside its outputs\n  " << describe(problem.spec);
+  return outputs;
 }
 
 inline DeltaRuleResults backward_strided(const DeltaRuleCase& problem, const Context& context, Layout layout,
-                                         const DeltaRuleResults& like) {
-  const StridedInputs in(problem, layout);
-  const StridedTensor d_o(problem.d_o, layout), d_final_state(problem.d_final_state, layout);
-  const StridedTensor dq(like.dq, layout), dk(like.dk, layout), dv(like.dv, layout), dg(like.dg, layout),
-      dbeta(like.dbeta, layout), da_log(like.da_log, layout), ddt_bias(like.ddt_bias, layout),
-      d_initial_state(like.d_initial_state, layout);
-  DeltaRuleBackward args;
-  args.in = in.views();
-  args.options = problem.spec.options;
-  args.d_o = d_o.view();
-  args.d_final_state = d_final_state.view();
-  args.dq = dq.view();
-  args.dk = dk.view();
-  args.dv = dv.view();
-  args.dg = dg.view();
-  args.dbeta = dbeta.view();
-  args.da_log = da_log.view();
-  args.ddt_bias = ddt_bias.view();
-  args.d_initial_state = d_initial_state.view();
-  DeltaRuleResults results;
-  results.implementation = support::run(context, args);
-  for (const StridedTensor* x : {&dq, &dk, &dv, &dg, &dbeta, &da_log, &ddt_bias, &d_initial_state}) {
-    EXPECT_TRUE(x->guards_intact()) << results.implementation << " wrote outside its outputs\n  "
-                                    << describe(problem.spec);
-  }
-  results.dq = dq.dense();
-  results.dk = dk.dense();
-  results.dv = dv.dense();
-  results.dg = dg.dense();
-  results.dbeta = dbeta.dense();
-  results.da_log = da_log.dense();
-  results.ddt_bias = ddt_bias.dense();
-  results.d_initial_state = d_initial_state.dense();
-  return results;
+                                         DeltaRuleResults outputs) {
+  DeltaRuleBackward args = support::backward_args(problem, outputs);
+  StridedArguments strided(support::views_of(args), layout);
+  outputs.implementation = support::run(context, args);
+  EXPECT_TRUE(strided.finish()) << outputs.implementation << " wrote outside its outputs\n  " << describe(problem.spec);
+  return outputs;
 }
 
-// Outputs of the shapes of `expected`, of the types that support's runs use, with every value NaN.
-inline DeltaRuleResults outputs_like(const DeltaRuleResults& expected, const DeltaRuleCase& problem) {
-  const DType wide = problem.spec.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  DeltaRuleResults outputs;
-  outputs.o = poisoned(expected.o, problem.spec.dtype);
-  outputs.final_state = poisoned(expected.final_state, wide);
-  outputs.chunk_states = poisoned(expected.chunk_states, wide);
-  outputs.dq = poisoned(expected.dq, problem.q.dtype());
-  outputs.dk = poisoned(expected.dk, problem.k.dtype());
-  outputs.dv = poisoned(expected.dv, problem.v.dtype());
-  outputs.dg = poisoned(expected.dg, problem.g.dtype());
-  outputs.dbeta = poisoned(expected.dbeta, problem.beta.dtype());
-  outputs.da_log = poisoned(expected.da_log, problem.a_log.dtype());
-  outputs.ddt_bias = poisoned(expected.ddt_bias, problem.dt_bias.dtype());
-  outputs.d_initial_state = poisoned(expected.d_initial_state, wide);
+inline DeltaRuleResults step_strided(const DeltaRuleCase& problem, const Context& context, Layout layout,
+                                     DeltaRuleResults outputs) {
+  DeltaRuleStep args = support::step_args(problem, outputs);
+  StridedArguments strided(support::views_of(args), layout);
+  outputs.implementation = support::run(context, args);
+  EXPECT_TRUE(strided.finish()) << outputs.implementation << " wrote outside its outputs\n  " << describe(problem.spec);
   return outputs;
 }
 

@@ -177,13 +177,13 @@ TEST_P(Forward, OutputTypes) {
   one.dtype = DType::kBF16;
   const DeltaRuleCase problem = draw(one, 35);
   const DeltaRuleResults expected = support::forward(support::in_double(problem), reference_context(), true);
-  DeltaRuleResults like = outputs_like(expected, problem);
-  like.o = like.o.to(DType::kF32);
-  like.final_state = like.final_state.to(DType::kF32);
-  like.chunk_states = like.chunk_states.to(DType::kBF16);
+  DeltaRuleResults outputs = support::forward_outputs(problem, true);
+  outputs.o = outputs.o.to(DType::kF32);
+  outputs.final_state = outputs.final_state.to(DType::kF32);
+  outputs.chunk_states = outputs.chunk_states.to(DType::kBF16);
   for (const std::string& name : implementations("forward")) {
     const auto results = unless_declined(
-        "forward", name, [&] { return forward_strided(problem, context_for(name), Layout::kDense, like); });
+        "forward", name, [&] { return forward_strided(problem, context_for(name), Layout::kDense, outputs); });
     if (results) expect_close(problem, *results, expected);
   }
 }
@@ -198,9 +198,9 @@ TEST_P(Forward, StridedTensors) {
       const DeltaRuleCase problem = draw(one, 36);
       const DeltaRuleResults expected = support::forward(support::in_double(problem), reference_context(), true);
       for (const std::string& name : implementations("forward")) {
-        const DeltaRuleResults like = outputs_like(expected, problem);
-        const auto results =
-            unless_declined("forward", name, [&] { return forward_strided(problem, context_for(name), layout, like); });
+        const auto results = unless_declined("forward", name, [&] {
+          return forward_strided(problem, context_for(name), layout, support::forward_outputs(problem, true));
+        });
         if (results) expect_close(problem, *results, expected);
       }
     }

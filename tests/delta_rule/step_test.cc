@@ -224,27 +224,11 @@ TEST_P(Step, StridedTensors) {
       one.B = 2;
       const DeltaRuleCase problem = draw(one, 70);
       const DeltaRuleResults expected = support::step(support::in_double(problem), reference_context());
-      DeltaRuleCase stateless = problem;
-      stateless.initial_state = {};
-      const StridedInputs in(stateless, layout);
+      const DeltaRuleResults outputs = support::step_outputs(problem);
       for (const std::string& name : implementations("step")) {
-        const StridedTensor state(problem.initial_state, layout);
-        const StridedTensor o(Tensor(DType::kF32, problem.v.shape()), layout);
-        DeltaRuleStep args;
-        args.in = in.views();
-        args.options = one.options;
-        args.state = state.view();
-        args.o = o.view();
-        const auto results = unless_declined("step", name, [&] {
-          DeltaRuleResults all;
-          all.implementation = support::run(context_for(name), args);
-          all.o = o.dense();
-          all.final_state = state.dense();
-          return all;
-        });
-        if (!results) continue;
-        expect_close(problem, *results, expected);
-        EXPECT_TRUE(state.guards_intact() && o.guards_intact()) << name << " wrote outside its outputs";
+        const auto results =
+            unless_declined("step", name, [&] { return step_strided(problem, context_for(name), layout, outputs); });
+        if (results) expect_close(problem, *results, expected);
       }
     }
   }

@@ -94,18 +94,10 @@ inline double tolerance(const RelatedSpec& spec, const std::string& tensor, DTyp
 }
 
 inline void expect_close(const RelatedCase& problem, const RelatedResults& results, const RelatedResults& expected) {
-  const auto actual = results.named(), wanted = expected.named();
-  ASSERT_EQ(actual.size(), wanted.size());
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    const auto& [name, tensor] = wanted[i];
-    ASSERT_EQ(actual[i].first, name);
-    const support::Difference difference = support::compare(*actual[i].second, *tensor);
-    const double bound = tolerance(problem.spec, name, actual[i].second->dtype());
-    const double smallest = problem.spec.dtype == DType::kF64 ? 1e-12 : 1e-6;
-    EXPECT_TRUE(difference.relative_rms < bound || difference.max_abs <= smallest)
-        << results.implementation << " " << name << ": relative rms " << difference.relative_rms << ", largest "
-        << difference.max_abs << ", allowed " << bound << "\n  " << describe(problem.spec);
-  }
+  const Closeness closeness{
+      .tolerance = [&](const std::string& name, DType type) { return tolerance(problem.spec, name, type); },
+      .smallest = problem.spec.dtype == DType::kF64 ? 1e-12 : 1e-6};
+  expect_close(results.implementation, results.named(), expected.named(), closeness, describe(problem.spec));
 }
 
 // Every CPU implementation of the mode on this problem, against the reference in double.

@@ -60,79 +60,58 @@ inline double tolerance(const ShortConvSpec& spec, DType result_type) {
 
 inline void expect_close(const ShortConvCase& problem, const ShortConvResults& results,
                          const ShortConvResults& expected) {
-  const auto actual = results.named();
-  const auto wanted = expected.named();
-  ASSERT_EQ(actual.size(), wanted.size());
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    const auto& [name, tensor] = wanted[i];
-    ASSERT_EQ(actual[i].first, name);
-    const support::Difference difference = support::compare(*actual[i].second, *tensor);
-    const double bound = tolerance(problem.spec, actual[i].second->dtype());
-    EXPECT_TRUE(difference.relative_rms < bound || difference.max_abs <= 1e-12)
-        << results.implementation << " " << name << ": relative rms " << difference.relative_rms << ", largest "
-        << difference.max_abs << ", allowed " << bound << "\n  " << describe(problem.spec);
-  }
-}
-
-// Outputs of the shapes and types of `expected`'s counterparts in the problem, with every value NaN.
-inline ShortConvResults outputs_like(const ShortConvResults& expected, const ShortConvCase& problem) {
-  ShortConvResults outputs;
-  outputs.y = poisoned(expected.y, problem.x.dtype());
-  outputs.final_state = poisoned(expected.final_state, problem.x.dtype());
-  outputs.dx = poisoned(expected.dx, problem.x.dtype());
-  outputs.dw = poisoned(expected.dw, problem.w.dtype());
-  outputs.dbias = poisoned(expected.dbias, problem.bias.dtype());
-  outputs.d_initial_state = poisoned(expected.d_initial_state, problem.initial_state.dtype());
-  return outputs;
+  const Closeness closeness{.tolerance = [&](const std::string&, DType type) { return tolerance(problem.spec, type); },
+                            .smallest = 1e-12};
+  expect_close(results.implementation, results.named(), expected.named(), closeness, describe(problem.spec));
 }
 
 // Strided runs ------------------------------------------------------------------------------------------------------
 
-// The results with everything in a strided layout. The outputs take the types and shapes of `like`.
-inline ShortConvResults run_strided(const std::string& mode, const ShortConvCase& problem, const Context& context,
-                                    Layout layout, const ShortConvResults& like) {
-  const StridedTensor x(problem.x, layout), w(problem.w, layout), bias(problem.bias, layout),
-      residual(problem.residual, layout), initial_state(problem.initial_state, layout),
-      cu_seqlens(problem.cu_seqlens, layout), dy(problem.dy, layout), d_final_state(problem.d_final_state, layout);
-  const Tensor start = problem.initial_state.present() ? problem.initial_state
-                       : like.final_state.present()    ? Tensor(like.final_state.dtype(), like.final_state.shape())
-                                                       : Tensor();
-  const StridedTensor y(like.y, layout), final_state(mode == "step" ? start : like.final_state, layout),
-      dx(like.dx, layout), dw(like.dw, layout), dbias(like.dbias, layout),
-      d_initial_state(like.d_initial_state, layout);
-  const ShortConvInputs in{x.view(), w.view(), bias.view(), mode == "step" ? TensorView() : initial_state.view(),
-                           cu_seqlens.view()};
-  const ShortConvOptions& options = problem.spec.options;
-  ShortConvResults results;
-  if (mode == "forward") {
-    const ShortConvForward args{in, options, residual.view(), y.view(), final_state.view()};
-    results.implementation = support::run(context, args);
-  } else if (mode == "step") {
-    const ShortConvStep args{in, options, residual.view(), final_state.view(), {}, y.view()};
-    results.implementation = support::run(context, args);
-  } else {
-    const ShortConvBackward args{in,        options,   dy.view(),    d_final_state.view(),
-                                 dx.view(), dw.view(), dbias.view(), d_initial_state.view()};
-    results.implementation = support::run(context, args);
-  }
-  for (const StridedTensor* output : {&y, &final_state, &dx, &dw, &dbias, &d_initial_state}) {
-    EXPECT_TRUE(output->guards_intact()) << results.implementation << " wrote outside its outputs\n  "
-                                         << describe(problem.spec);
-  }
-  results.y = y.dense();
-  results.final_state = final_state.dense();
-  results.dx = dx.dense();
-  results.dw = dw.dense();
-  results.dbias = dbias.dense();
-  results.d_initial_state = d_initial_state.dense();
-  return results;
+// As support's functions, with every tensor of the call in a strided layout, on the outputs that are given.
+inline ShortConvResults forward_strided(const ShortConvCase& problem, const Context& context, Layout layout,
+                                        ShortConvResults outputs) {
+  ShortConvForward args = support::forward_args(problem, outputs);
+  StridedArguments strided(support::views_of(args), layout);
+  outputs.implementation = support::run(context, args);
+  EXPECT_TRUE(strided.finish()) << outputs.implementation << " wrote outside its outputs\n  " << describe(problem.spec);
+  return outputs;
+}
+
+inline ShortConvResults backward_strided(const ShortConvCase& problem, const Context& context, Layout layout,
+                                         ShortConvResults outputs) {
+  ShortConvBackward args = support::backward_args(problem, outputs);
+  StridedArguments strided(support::views_of(args), layout);
+  outputs.implementation = support::run(context, args);
+  EXPECT_TRUE(strided.finish()) << outputs.implementation << " wrote outside its outputs\n  " << describe(problem.spec);
+  return outputs;
+}
+
+inline ShortConvResults step_strided(const ShortConvCase& problem, const Context& context, Layout layout,
+                                     ShortConvResults outputs) {
+  ShortConvStep args = support::step_args(problem, outputs);
+  StridedArguments strided(support::views_of(args), layout);
+  outputs.implementation = support::run(context, args);
+  EXPECT_TRUE(strided.finish()) << outputs.implementation << " wrote outside its outputs\n  " << describe(problem.spec);
+  return outputs;
 }
 
 // Every mode ---------------------------------------------------------------------------------------------------------
 
+inline ShortConvResults outputs_of(const std::string& mode, const ShortConvCase& problem) {
+  if (mode == "forward") return support::forward_outputs(problem);
+  return mode == "backward" ? support::backward_outputs(problem) : support::step_outputs(problem);
+}
+
 inline ShortConvResults run(const std::string& mode, const ShortConvCase& problem, const Context& context) {
   if (mode == "forward") return support::forward(problem, context);
   return mode == "backward" ? support::backward(problem, context) : support::step(problem, context);
+}
+
+inline ShortConvResults run_strided(const std::string& mode, const ShortConvCase& problem, const Context& context,
+                                    Layout layout, const ShortConvResults& outputs) {
+  if (mode == "forward") return forward_strided(problem, context, layout, outputs);
+  return mode == "backward" ? backward_strided(problem, context, layout, outputs)
+                            : step_strided(problem, context, layout, outputs);
 }
 
 inline const std::vector<std::string>& modes() {
@@ -153,11 +132,11 @@ inline void check(const ShortConvCase& problem, Layout layout = Layout::kDense) 
   const ShortConvCase exact = support::in_double(problem);
   for (const std::string& mode : modes()) {
     const ShortConvResults expected = run(mode, exact, reference_context());
-    const ShortConvResults like = outputs_like(expected, problem);
     for (const std::string& name : implementations(mode)) {
       const auto results = unless_declined(mode, name, [&] {
-        return layout == Layout::kDense ? run(mode, problem, context_for(name))
-                                        : run_strided(mode, problem, context_for(name), layout, like);
+        return layout == Layout::kDense
+                   ? run(mode, problem, context_for(name))
+                   : run_strided(mode, problem, context_for(name), layout, outputs_of(mode, problem));
       });
       if (results) expect_close(problem, *results, expected);
     }
