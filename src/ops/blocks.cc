@@ -130,12 +130,7 @@ void check_wide(const char* name, const TensorView& view, const TensorView& inpu
 }
 
 void check_sequences(const char* name, const TensorView& cu_seqlens, const BlockSizes& sizes) {
-  int64_t num_sequences = sizes.batch;
-  if (cu_seqlens.present()) {
-    if (sizes.batch != 1) invalid("cu_seqlens", "a batch of 1", "a batch of " + std::to_string(sizes.batch));
-    check::cu_seqlens(cu_seqlens, sizes.tokens);
-    num_sequences = cu_seqlens.shape[0] - 1;
-  }
+  const int64_t num_sequences = check::num_sequences(cu_seqlens, sizes.batch, sizes.tokens);
   // Blocks have no states; their multiply-adds per token and head are counted in 64 bits too.
   constexpr int64_t kNarrowest = 64, kWidest = int64_t{1} << 28;
   check::scratch_extent(sizes.batch, sizes.tokens, num_sequences, sizes.num_value_heads,
@@ -425,10 +420,7 @@ template <class Args>
 std::string run(const char* entry, const Context& context, const Args& args) {
   check::context(context);
   const std::vector<Argument> arguments = arguments_of(args);
-  for (const Argument& argument : arguments) {
-    check::well_formed(argument.name, *argument.view);
-    check::on_device(argument.name, *argument.view, context.device);
-  }
+  check::views(arguments, context.device);
   BlockProblem<Args> problem;
   problem.sizes = check_block(args);
   check::memory(arguments);
@@ -436,10 +428,8 @@ std::string run(const char* entry, const Context& context, const Args& args) {
   problem.has_fp64 = check::any_fp64(arguments);
   problem.args = args;
   unify(problem.args, problem.sizes);
-  const bool work = std::any_of(arguments.begin(), arguments.end(), [](const Argument& argument) {
-    return argument.written && !check::is_empty(*argument.view);
-  });
-  return dispatch(entry, context, cpu::block_list<Args>(), problem, work, describe<Args>, cuda::block_list<Args>());
+  return dispatch(entry, context, cpu::block_list<Args>(), problem, check::any_written(arguments), describe<Args>,
+                  cuda::block_list<Args>());
 }
 
 template <class Forward, class... Backward>

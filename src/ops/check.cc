@@ -95,6 +95,14 @@ std::string text(double number) {
 std::string shape_text(const TensorView& view) { return list_text(view.shape, view.rank); }
 std::string strides_text(const TensorView& view) { return list_text(view.strides, view.rank); }
 
+std::string sizes_text(std::initializer_list<std::pair<const char*, int64_t>> sizes) {
+  std::string text;
+  for (const auto& [name, value] : sizes) {
+    text += (text.empty() ? "" : " ") + std::string(name) + "=" + std::to_string(value);
+  }
+  return text;
+}
+
 bool is_floating(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16 || dtype == DType::kF64;
 }
@@ -253,6 +261,13 @@ void cu_seqlens(const TensorView& view, int64_t tokens) {
   }
 }
 
+int64_t num_sequences(const TensorView& cu_seqlens, int64_t batch, int64_t tokens) {
+  if (!cu_seqlens.present()) return batch;
+  if (batch != 1) invalid("cu_seqlens", "a batch of 1", "a batch of " + std::to_string(batch));
+  check::cu_seqlens(cu_seqlens, tokens);
+  return cu_seqlens.shape[0] - 1;
+}
+
 void state_indices(const TensorView& view, int64_t num_sequences, int64_t slots) {
   integer_vector("state_indices", view);
   shape("state_indices", view, {num_sequences});
@@ -342,6 +357,18 @@ void memory(std::span<const Argument> arguments) {
       invalid(output.name, std::string("memory apart from ") + other.name, "an overlap");
     }
   }
+}
+
+void views(std::span<const Argument> arguments, Device device) {
+  for (const Argument& argument : arguments) {
+    well_formed(argument.name, *argument.view);
+    on_device(argument.name, *argument.view, device);
+  }
+}
+
+bool any_written(std::span<const Argument> arguments) {
+  return std::any_of(arguments.begin(), arguments.end(),
+                     [](const Argument& argument) { return argument.written && !is_empty(*argument.view); });
 }
 
 bool any_fp64(std::span<const Argument> arguments) {

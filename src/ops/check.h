@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "fastweight/context.h"
 #include "fastweight/tensor.h"
@@ -27,6 +28,7 @@ std::string text(Device device);
 std::string text(double number);
 std::string shape_text(const TensorView& view);
 std::string strides_text(const TensorView& view);
+std::string sizes_text(std::initializer_list<std::pair<const char*, int64_t>> sizes);  // "B=1 T=64"
 
 using fastweight::element_size;
 bool is_floating(DType dtype);
@@ -64,6 +66,9 @@ void context(const Context& context);
 // Offsets of packed sequences: [N + 1] integers that start at 0, do not decrease and end at the token count.
 void cu_seqlens(const TensorView& view, int64_t tokens);
 
+// The number of sequences: those of cu_seqlens, which asks for a batch of 1, or one per row of the batch.
+int64_t num_sequences(const TensorView& cu_seqlens, int64_t batch, int64_t tokens);
+
 // The slot of each sequence, from -1 to slots - 1: two sequences must not advance one state.
 void state_indices(const TensorView& view, int64_t num_sequences, int64_t slots);
 
@@ -87,6 +92,8 @@ struct Argument {
 };
 void memory(std::span<const Argument> arguments);
 
+void views(std::span<const Argument> arguments, Device device);  // well_formed and on_device for each
 bool any_fp64(std::span<const Argument> arguments);
+bool any_written(std::span<const Argument> arguments);  // whether a call has an element to write
 
 }  // namespace fastweight::check

@@ -25,12 +25,10 @@ std::string delta_rule_step(const Context& context, const DeltaRuleStep& args) {
 
 std::vector<ImplementationInfo> delta_rule_implementations() {
   std::vector<ImplementationInfo> infos;
-  append_infos(cpu::delta_rule_forward_list(), "forward", "cpu", infos);
-  append_infos(cpu::delta_rule_backward_list(), "backward", "cpu", infos);
-  append_infos(cpu::delta_rule_step_list(), "step", "cpu", infos);
-  append_infos(cuda::delta_rule_forward_list(), "forward", "cuda", infos);
-  append_infos(cuda::delta_rule_backward_list(), "backward", "cuda", infos);
-  append_infos(cuda::delta_rule_step_list(), "step", "cuda", infos);
+  append_infos(cpu::delta_rule_forward_list(), cpu::delta_rule_backward_list(), cpu::delta_rule_step_list(), "cpu",
+               infos);
+  append_infos(cuda::delta_rule_forward_list(), cuda::delta_rule_backward_list(), cuda::delta_rule_step_list(), "cuda",
+               infos);
   return infos;
 }
 

@@ -103,4 +103,14 @@ void append_infos(std::span<const Implementation<Problem>> list, const char* mod
   for (const auto& implementation : list) infos.push_back({implementation.name, mode, device});
 }
 
+// A family's three lists of one device.
+template <class Forward, class Backward, class Step>
+void append_infos(std::span<const Implementation<Forward>> forward, std::span<const Implementation<Backward>> backward,
+                  std::span<const Implementation<Step>> step, const char* device,
+                  std::vector<ImplementationInfo>& infos) {
+  append_infos(forward, "forward", device, infos);
+  append_infos(backward, "backward", device, infos);
+  append_infos(step, "step", device, infos);
+}
+
 }  // namespace fastweight

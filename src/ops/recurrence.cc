@@ -178,12 +178,7 @@ int64_t count_chunks(int64_t tokens, const TensorView& cu_seqlens, int64_t chunk
 
 // Sets N and NT.
 void check_sequences(const DeltaRuleInputs& in, const DeltaRuleOptions& options, DeltaRuleSizes& sizes) {
-  sizes.num_sequences = sizes.batch;
-  if (in.cu_seqlens.present()) {
-    if (sizes.batch != 1) invalid("cu_seqlens", "a batch of 1", "a batch of " + std::to_string(sizes.batch));
-    check::cu_seqlens(in.cu_seqlens, sizes.tokens);
-    sizes.num_sequences = in.cu_seqlens.shape[0] - 1;
-  }
+  sizes.num_sequences = check::num_sequences(in.cu_seqlens, sizes.batch, sizes.tokens);
   sizes.num_chunks = count_chunks(sizes.tokens, in.cu_seqlens, options.chunk_size);
 }
 
@@ -370,8 +365,7 @@ bool has_work(const DeltaRuleStep& args, std::span<const Argument>) { return !ch
 
 template <class Args>
 bool has_work(const Args&, std::span<const Argument> arguments) {
-  return std::any_of(arguments.begin(), arguments.end(),
-                     [](const Argument& argument) { return argument.written && !check::is_empty(*argument.view); });
+  return check::any_written(arguments);
 }
 
 // `work`: whether there is anything to compute.
@@ -380,10 +374,7 @@ DeltaRuleProblem<Args> make_problem(const Context& context, const Args& args, co
                                     bool& work) {
   check::context(context);
   const std::vector<Argument> arguments = arguments_of(args, transition);
-  for (const Argument& argument : arguments) {
-    check::well_formed(argument.name, *argument.view);
-    check::on_device(argument.name, *argument.view, context.device);
-  }
+  check::views(arguments, context.device);
   check_options(args.options);
   DeltaRuleProblem<Args> problem;
   problem.sizes = check_inputs(args.in, args.options, transition);
@@ -412,20 +403,15 @@ DeltaRuleProblem<Args> make_problem(const Context& context, const Args& args, co
 template <class Problem>
 std::string describe(const Problem& problem) {
   const DeltaRuleSizes& sizes = problem.sizes;
-  std::string text;
-  const auto append = [&](const char* name, int64_t value) {
-    text += std::string(name) + "=" + std::to_string(value) + " ";
-  };
-  append("B", problem.args.in.q.shape[0]);
-  append("T", sizes.tokens);
-  append("H", sizes.num_heads);
-  append("HV", sizes.num_value_heads);
-  append("K", sizes.head_dim_k);
-  append("V", sizes.head_dim_v);
-  append("N", sizes.num_sequences);
-  append("C", problem.args.options.chunk_size);
-  text.back() = ',';
-  return text + " gate " + gate_text(problem.args.options.gate) + ", " + check::text(problem.args.in.q.dtype);
+  const std::string text = check::sizes_text({{"B", problem.args.in.q.shape[0]},
+                                              {"T", sizes.tokens},
+                                              {"H", sizes.num_heads},
+                                              {"HV", sizes.num_value_heads},
+                                              {"K", sizes.head_dim_k},
+                                              {"V", sizes.head_dim_v},
+                                              {"N", sizes.num_sequences},
+                                              {"C", problem.args.options.chunk_size}});
+  return text + ", gate " + gate_text(problem.args.options.gate) + ", " + check::text(problem.args.in.q.dtype);
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // The entry points of the short convolution: check the arguments, build the problem, walk the implementation list.
 #include "fastweight/short_conv.h"
 
-#include <algorithm>
 #include <span>
 #include <vector>
 
@@ -89,12 +88,7 @@ ShortConvSizes check_inputs(const ShortConvInputs& in) {
     check::floating("bias", in.bias);
     check::shape("bias", in.bias, {sizes.channels});
   }
-  sizes.num_sequences = sizes.batch;
-  if (in.cu_seqlens.present()) {
-    if (sizes.batch != 1) invalid("cu_seqlens", "a batch of 1", "a batch of " + std::to_string(sizes.batch));
-    check::cu_seqlens(in.cu_seqlens, sizes.tokens);
-    sizes.num_sequences = in.cu_seqlens.shape[0] - 1;
-  }
+  sizes.num_sequences = check::num_sequences(in.cu_seqlens, sizes.batch, sizes.tokens);
   check::scratch_extent(sizes.batch, sizes.tokens, sizes.num_sequences, sizes.channels, kMaxWidth, "x");
   return sizes;
 }
@@ -157,10 +151,7 @@ template <class Args>
 ShortConvProblem<Args> make_problem(const Context& context, const Args& args) {
   check::context(context);
   const std::vector<Argument> arguments = arguments_of(args);
-  for (const Argument& argument : arguments) {
-    check::well_formed(argument.name, *argument.view);
-    check::on_device(argument.name, *argument.view, context.device);
-  }
+  check::views(arguments, context.device);
   check_options(args.options);
   ShortConvProblem<Args> problem;
   problem.sizes = check_inputs(args.in);
@@ -196,17 +187,12 @@ bool has_work(const ShortConvBackward& args) {
 template <class Problem>
 std::string describe(const Problem& problem) {
   const ShortConvSizes& sizes = problem.sizes;
-  std::string text;
-  const auto append = [&](const char* name, int64_t value) {
-    text += std::string(name) + "=" + std::to_string(value) + " ";
-  };
-  append("B", problem.args.in.x.shape[0]);
-  append("T", sizes.tokens);
-  append("D", sizes.channels);
-  append("W", sizes.width);
-  append("N", sizes.num_sequences);
-  text.back() = ',';
-  return text + " " + check::text(problem.args.in.x.dtype);
+  const std::string text = check::sizes_text({{"B", problem.args.in.x.shape[0]},
+                                              {"T", sizes.tokens},
+                                              {"D", sizes.channels},
+                                              {"W", sizes.width},
+                                              {"N", sizes.num_sequences}});
+  return text + ", " + check::text(problem.args.in.x.dtype);
 }
 
 template <class Args>
@@ -237,12 +223,10 @@ std::string short_conv_step(const Context& context, const ShortConvStep& args) {
 
 std::vector<ImplementationInfo> short_conv_implementations() {
   std::vector<ImplementationInfo> infos;
-  append_infos(cpu::short_conv_forward_list(), "forward", "cpu", infos);
-  append_infos(cpu::short_conv_backward_list(), "backward", "cpu", infos);
-  append_infos(cpu::short_conv_step_list(), "step", "cpu", infos);
-  append_infos(cuda::short_conv_forward_list(), "forward", "cuda", infos);
-  append_infos(cuda::short_conv_backward_list(), "backward", "cuda", infos);
-  append_infos(cuda::short_conv_step_list(), "step", "cuda", infos);
+  append_infos(cpu::short_conv_forward_list(), cpu::short_conv_backward_list(), cpu::short_conv_step_list(), "cpu",
+               infos);
+  append_infos(cuda::short_conv_forward_list(), cuda::short_conv_backward_list(), cuda::short_conv_step_list(), "cuda",
+               infos);
   return infos;
 }
 

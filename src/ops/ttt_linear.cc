@@ -1,7 +1,6 @@
 // The entry points of the TTT-linear family: check the arguments, build the problem, walk the implementation list.
 #include "fastweight/ttt_linear.h"
 
-#include <algorithm>
 #include <cmath>
 #include <span>
 #include <vector>
@@ -109,12 +108,7 @@ void check_qkv(const TttLinearInputs& in, TttLinearSizes& sizes) {
 
 // Sets N.
 void check_sequences(const TttLinearInputs& in, TttLinearSizes& sizes) {
-  sizes.num_sequences = sizes.batch;
-  if (in.cu_seqlens.present()) {
-    if (sizes.batch != 1) invalid("cu_seqlens", "a batch of 1", "a batch of " + std::to_string(sizes.batch));
-    check::cu_seqlens(in.cu_seqlens, sizes.tokens);
-    sizes.num_sequences = in.cu_seqlens.shape[0] - 1;
-  }
+  sizes.num_sequences = check::num_sequences(in.cu_seqlens, sizes.batch, sizes.tokens);
   check::scratch_extent(sizes.batch, sizes.tokens, sizes.num_sequences, sizes.num_heads, kMaxHeadDim);
 }
 
@@ -293,18 +287,14 @@ template <class Args>
 bool has_work(const Args& args) {
   std::vector<Argument> arguments;
   append_rest(args, arguments);
-  return std::any_of(arguments.begin(), arguments.end(),
-                     [](const Argument& argument) { return argument.written && !check::is_empty(*argument.view); });
+  return check::any_written(arguments);
 }
 
 template <class Args>
 TttLinearProblem<Args> make_problem(const Context& context, const Args& args) {
   check::context(context);
   const std::vector<Argument> arguments = arguments_of(args);
-  for (const Argument& argument : arguments) {
-    check::well_formed(argument.name, *argument.view);
-    check::on_device(argument.name, *argument.view, context.device);
-  }
+  check::views(arguments, context.device);
   check_options(args.options);
   TttLinearProblem<Args> problem;
   problem.sizes = check_inputs(args.in);
@@ -327,18 +317,13 @@ TttLinearProblem<Args> make_problem(const Context& context, const Args& args) {
 template <class Problem>
 std::string describe(const Problem& problem) {
   const TttLinearSizes& sizes = problem.sizes;
-  std::string text;
-  const auto append = [&](const char* name, int64_t value) {
-    text += std::string(name) + "=" + std::to_string(value) + " ";
-  };
-  append("B", problem.args.in.q.shape[0]);
-  append("T", sizes.tokens);
-  append("H", sizes.num_heads);
-  append("D", sizes.head_dim);
-  append("N", sizes.num_sequences);
-  append("C", problem.args.options.mini_batch);
-  text.back() = ',';
-  return text + " " + check::text(problem.args.in.q.dtype);
+  const std::string text = check::sizes_text({{"B", problem.args.in.q.shape[0]},
+                                              {"T", sizes.tokens},
+                                              {"H", sizes.num_heads},
+                                              {"D", sizes.head_dim},
+                                              {"N", sizes.num_sequences},
+                                              {"C", problem.args.options.mini_batch}});
+  return text + ", " + check::text(problem.args.in.q.dtype);
 }
 
 template <class Args>
@@ -370,12 +355,10 @@ std::string ttt_linear_step(const Context& context, const TttLinearStep& args) {
 
 std::vector<ImplementationInfo> ttt_linear_implementations() {
   std::vector<ImplementationInfo> infos;
-  append_infos(cpu::ttt_linear_forward_list(), "forward", "cpu", infos);
-  append_infos(cpu::ttt_linear_backward_list(), "backward", "cpu", infos);
-  append_infos(cpu::ttt_linear_step_list(), "step", "cpu", infos);
-  append_infos(cuda::ttt_linear_forward_list(), "forward", "cuda", infos);
-  append_infos(cuda::ttt_linear_backward_list(), "backward", "cuda", infos);
-  append_infos(cuda::ttt_linear_step_list(), "step", "cuda", infos);
+  append_infos(cpu::ttt_linear_forward_list(), cpu::ttt_linear_backward_list(), cpu::ttt_linear_step_list(), "cpu",
+               infos);
+  append_infos(cuda::ttt_linear_forward_list(), cuda::ttt_linear_backward_list(), cuda::ttt_linear_step_list(), "cuda",
+               infos);
   return infos;
 }
 
