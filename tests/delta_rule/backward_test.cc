@@ -240,11 +240,7 @@ TEST_P(Backward, EachGradientAlone) {
       const Tensor& expected = (*all).*result;
       if (!expected.present()) continue;
       Tensor alone(expected.dtype(), expected.shape());
-      DeltaRuleBackward args;
-      args.in = problem.inputs();
-      args.options = one.options;
-      args.d_o = problem.d_o.view();
-      args.d_final_state = problem.d_final_state.view();
+      DeltaRuleBackward args = support::backward_args(problem, {});
       args.*argument = alone.view();
       support::run(context_for(name), args);
       EXPECT_TRUE(support::same_bits(alone, expected)) << name << " " << gradient;

@@ -172,11 +172,7 @@ TEST(ShortConv, EachGradientAlone) {
     for (const auto& [gradient, result, argument] : gradients) {
       const Tensor& expected = all.*result;
       Tensor alone(expected.dtype(), expected.shape());
-      ShortConvBackward args;
-      args.in = problem.inputs();
-      args.options = spec.options;
-      args.dy = problem.dy.view();
-      args.d_final_state = problem.d_final_state.view();
+      ShortConvBackward args = support::backward_args(problem, {});
       args.*argument = alone.view();
       support::run(context_for(name), args);
       EXPECT_TRUE(support::same_bits(alone, expected)) << name << " " << gradient;

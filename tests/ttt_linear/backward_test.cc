@@ -158,12 +158,7 @@ TEST(Backward, EachGradientAlone) {
     for (const auto& [gradient, result, argument] : gradients) {
       const Tensor& expected = (*all).*result;
       Tensor alone(expected.dtype(), expected.shape());
-      TttLinearBackward args;
-      args.in = problem.inputs();
-      args.options = spec.options;
-      args.d_o = problem.d_o.view();
-      args.d_final_state = problem.d_final_state.view();
-      args.d_final_state_bias = problem.d_final_state_bias.view();
+      TttLinearBackward args = support::backward_args(problem, {});
       args.*argument = alone.view();
       support::run(context_for(name), args);
       EXPECT_TRUE(support::same_bits(alone, expected)) << name << " " << gradient;
