@@ -1,5 +1,5 @@
 // Where the bits of a result may not change, for every family alike: from run to run, with the thread count, with the
-// company in a batch, and when a sequence is cut at a chunk boundary and its state carried over.
+// company in a batch, when a sequence is cut at a chunk boundary and its state carried over, and by what comes later.
 //
 // A family's Case and Results say which of their tensors belong to tokens and which to the ends of sequences
 // (per_token, initial_states, ..). The rest of the results are sums over a whole call (of_the_call): only the first two
@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -131,6 +132,35 @@ Results rows_of(const Results& results, int64_t begin, int64_t end) {
   Results part = without_sums(results);
   for (Tensor* x : part.per_token()) *x = slice(*x, 1, begin, end);
   return part;
+}
+
+// A token that is not a number in one of the tensors does not reach the tokens [begin, end). On a device, where a chunk
+// is one product on tensor cores, it may reach all of its own chunk.
+template <class Case, class Run>
+void expect_not_reached(const Case& problem, const std::vector<Tensor Case::*>& tensors, int64_t token, int64_t begin,
+                        int64_t end, const std::vector<std::string>& names, const std::string& mode, const Run& run) {
+  const int64_t reach = device().type == DeviceType::kCpu ? 1 : 64;
+  begin = (begin + reach - 1) / reach * reach;
+  end = end == problem.spec.T ? end : end / reach * reach;
+  if (begin >= end) return;
+  const auto tokens = [&](const auto& results) {
+    auto part = rows_of(results, begin, end);
+    for (Tensor* x : part.final_states()) *x = {};
+    for (Tensor* x : part.initial_gradients()) *x = {};
+    return part;
+  };
+  for (const std::string& name : and_automatic(names)) {
+    const auto expected = unless_declined(mode, name, [&] { return run(problem, context_for(name)); });
+    if (!expected) continue;
+    for (Tensor Case::*tensor : tensors) {
+      if (!(problem.*tensor).present()) continue;
+      Case changed = problem;
+      const int64_t width = (problem.*tensor).size() / problem.spec.T;
+      for (int64_t i = 0; i < width; ++i) (changed.*tensor).set(token * width + i, std::nan(""));
+      expect_same_bits(tokens(run(changed, context_for(name))), tokens(*expected),
+                       describe(problem.spec) + ", not a number at " + std::to_string(token));
+    }
+  }
 }
 
 template <class Case>

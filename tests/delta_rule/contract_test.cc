@@ -66,6 +66,23 @@ TEST_P(Contract, SameBitsWhenCut) {
   }
 }
 
+// Whatever a token holds, the tokens before it do not see it; in the backward, those after it do not see its gradient.
+TEST_P(Contract, SameBitsBeforeWhatIsNotANumber) {
+  constexpr int64_t kTokens = 75;
+  for (const DeltaRuleSpec& spec : specs(GetParam(), kTokens)) {
+    const DeltaRuleCase problem = draw(spec, 86);
+    for (int64_t token : first<int64_t>({25, 47, 16, 72}, 2)) {
+      expect_not_reached(
+          problem, {&DeltaRuleCase::q, &DeltaRuleCase::k, &DeltaRuleCase::v, &DeltaRuleCase::g, &DeltaRuleCase::beta},
+          token, 0, token, implementations("forward"), "forward", kRunForward);
+      expect_not_reached(problem, {&DeltaRuleCase::v}, token, 0, token, implementations("backward"), "backward",
+                         kRunBackward);
+      expect_not_reached(problem, {&DeltaRuleCase::d_o, &DeltaRuleCase::q}, token, token + 1, kTokens,
+                         implementations("backward"), "backward", kRunBackward);
+    }
+  }
+}
+
 TEST_P(Contract, SameBitsChunkByChunk) {
   for (const DeltaRuleSpec& spec : specs(GetParam(), 200)) {
     const DeltaRuleCase problem = draw(spec, 84);

@@ -52,6 +52,23 @@ TEST_P(Contract, SameBitsAloneAndInABatch) {
   }
 }
 
+// Whatever a token holds, the tokens before it do not see it; in the backward, those after it do not see its gradient.
+TEST_P(Contract, SameBitsBeforeWhatIsNotANumber) {
+  constexpr int64_t kTokens = 75;
+  for (const RelatedSpec& spec : specs(GetParam(), kTokens)) {
+    const RelatedCase problem = draw(spec, 86);
+    for (int64_t token : first<int64_t>({25, 47, 16, 72}, 1)) {
+      expect_not_reached(problem,
+                         {&RelatedCase::q, &RelatedCase::k, &RelatedCase::v, &RelatedCase::p, &RelatedCase::a,
+                          &RelatedCase::b, &RelatedCase::beta},
+                         token, 0, token, forwards_, "forward", kRunForward);
+      expect_not_reached(problem, {&RelatedCase::v}, token, 0, token, backwards_, "backward", kRunBackward);
+      expect_not_reached(problem, {&RelatedCase::d_o, &RelatedCase::q}, token, token + 1, kTokens, backwards_,
+                         "backward", kRunBackward);
+    }
+  }
+}
+
 TEST_P(Contract, SameBitsWhenCut) {
   size_t turn = 0;
   for (const Cut& cut : cuts()) {

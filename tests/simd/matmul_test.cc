@@ -187,8 +187,6 @@ constexpr Kind kKinds[] = {
     kind_of<Columns, Start::kStep>("columns, step", nullptr),
     kind_of<PanelRows, Start::kZero>("rows of a panel, zero", product<PanelRows, Start::kAdd>),
     kind_of<PanelRows, Start::kAdd>("rows of a panel, add", product<PanelRows, Start::kAdd>),
-    kind_of<BlockRows, Start::kZero>("rows of a block, zero", product<BlockRows, Start::kAdd>),
-    kind_of<BlockRows, Start::kAdd>("rows of a block, add", product<BlockRows, Start::kAdd>),
     kind_of<MatrixRows, Start::kZero>("rows of a matrix, zero", nullptr),
 };
 

@@ -32,6 +32,7 @@
 #include "cpu/l2norm-inl.h"
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/matmul-inl.h"
+#include "cpu/simd/triangle-inl.h"
 #include "cpu/token_rows-inl.h"
 #include "ops/delta_rule_problem.h"
 #include "ops/sequences.h"
@@ -479,6 +480,13 @@ HWY_NOINLINE inline void prepare_block(int64_t K, Block& block, bool has_pairs =
   }
 }
 
+// A matrix between the tokens of a block, [16][16].
+struct BlockMatrix {
+  const float* values;
+  static constexpr int64_t size() { return kBlock; }
+  HWY_INLINE float operator()(int64_t i, int64_t j) const { return values[i * kBlock + j]; }
+};
+
 // Panel products of the chunk form; a panel is kPanel value columns of all K rows, [ld][kPanel].
 
 // X = reads of the panel by rows [first, first + rows) of the 32; X is [32][kPanel].
@@ -546,15 +554,16 @@ HWY_INLINE void correct_panel(const Block& block, const float* X, const float* v
     }
   } else if (block.form.writes_twice()) {
     alignas(64) float read[kBlock * kPanel];  // A2 v
-    product<BlockRows, Start::kZero>({.rows = kBlock,
-                                      .columns = kPanel,
-                                      .depth = kBlock,
-                                      .a = block.pairs2,
-                                      .b = v,
-                                      .b_stride = v_stride,
-                                      .c_in = read,
-                                      .c_out = read,
-                                      .c_stride = kPanel});
+    FW_UNROLL
+    for (int64_t top = 0; top < kBlock; top += 4) {
+      Vec acc[4][2] = {{zero(), zero()}, {zero(), zero()}, {zero(), zero()}, {zero(), zero()}};
+      add_lower_rows(BlockMatrix{block.pairs2}, v, v_stride, top, acc);
+      FW_UNROLL
+      for (int m = 0; m < 4; ++m) {
+        store(acc[m][0], read + (top + m) * kPanel);
+        store(acc[m][1], read + (top + m) * kPanel + kLanes);
+      }
+    }
     solve_panel(block, X, read, kPanel, R);
   } else {
     solve_panel(block, X, v, v_stride, R);

@@ -57,7 +57,6 @@ inline constexpr int64_t kMostBlocks = 4;  // in a chunk of 64
 HWY_INLINE void adjoint_solve_panel(const Block& block, const float* KG, const float* d_o, int64_t d_o_stride,
                                     float* Y) {
   const float* A = block.A();
-  const float* P = block.P();
   FW_UNROLL
   for (int64_t top = kBlock - 4; top >= 0; top -= 4) {
     Vec y[4][2];
@@ -67,15 +66,7 @@ HWY_INLINE void adjoint_solve_panel(const Block& block, const float* KG, const f
       y[m][0] = hn::Mul(w, load(KG + (top + m) * kPanel));
       y[m][1] = hn::Mul(w, load(KG + (top + m) * kPanel + kLanes));
     }
-    for (int64_t i = top; i < kBlock; ++i) {
-      const Vec d0 = load(d_o + i * d_o_stride), d1 = load(d_o + i * d_o_stride + kLanes);
-      FW_UNROLL
-      for (int m = 0; m < 4; ++m) {
-        const Vec p = broadcast(P[i * kBlock + top + m]);
-        y[m][0] = fma(p, d0, y[m][0]);
-        y[m][1] = fma(p, d1, y[m][1]);
-      }
-    }
+    add_upper_rows(BlockMatrix{block.P()}, d_o, d_o_stride, top, y);
     for (int64_t i = top + 4; i < kBlock; ++i) {
       const Vec y0 = load(Y + i * kPanel), y1 = load(Y + i * kPanel + kLanes);
       FW_UNROLL
@@ -110,7 +101,7 @@ class ChunkKernel : public UnitKernel {
     pairs_ = carver.take<float>(kept * 2 * kBlock);
     if (form_of(problem).writes_twice()) {
       pairs2_ = carver.take<float>(kept * 2 * kBlock);
-      mixed_ = carver.take<float>(2 * kBlock * kPanel);
+      beta_Y_ = carver.take<float>(kBlock * kPanel);
       v_columns_ = carver.take<float>(kBlock * panels * kPanel);
       pair_gradients2_ = carver.take<float>(2 * kBlock * kBlock);
       write_columns2_ = carver.take<float>(kBlock * ld);
@@ -313,8 +304,7 @@ class ChunkKernel : public UnitKernel {
     float* dv = dv_ + p * kPanel;
     for (int64_t i = 0; i < kBlock; ++i) {
       for (int64_t c = 0; c < kPanel; c += kLanes) {
-        store(load(dv + i * stride_ + c), mixed_ + i * kPanel + c);
-        store(load(Yd_ + (kBlock + i) * kPanel + c), mixed_ + (kBlock + i) * kPanel + c);
+        store(load(dv + i * stride_ + c), beta_Y_ + i * kPanel + c);
       }
     }
     product<Columns, Start::kZero>({.rows = kBlock,
@@ -327,16 +317,9 @@ class ChunkKernel : public UnitKernel {
                                     .c_in = dv,
                                     .c_out = dv,
                                     .c_stride = stride_});
-    product<Columns, Start::kAdd>({.rows = kBlock,
-                                   .columns = kPanel,
-                                   .depth = 2 * kBlock,
-                                   .a = block.pairs2,
-                                   .a_stride = kBlock,
-                                   .b = mixed_,
-                                   .b_stride = kPanel,
-                                   .c_in = dv,
-                                   .c_out = dv,
-                                   .c_stride = stride_});
+    const float* d_o = Yd_ + kBlock * kPanel;
+    add_triangular<Triangle::kUpper>(BlockMatrix{block.pairs2}, beta_Y_, kPanel, dv, stride_, kPanel);
+    add_triangular<Triangle::kUpper>(BlockMatrix{block.pairs2 + kBlock * kBlock}, d_o, kPanel, dv, stride_, kPanel);
   }
 
   // overlap += S * G by rows (kStep = kLanes) or altogether (kStep = 0).
@@ -431,7 +414,6 @@ class ChunkKernel : public UnitKernel {
 
   // Adds rows(dA, k) and rows(dP, k) to reading_; dk = cols(dP, q) + cols(dA, beta reader). Overwrites the pairs.
   void pair_products_per_head(const Block& block, const float* k, float* pair_gradients, float* dk) {
-    const int64_t first = block.first_read();
     for (int64_t i = 0; i < kBlock; ++i) {
       const Vec beta = broadcast(block.beta[i]);
       for (int64_t c = 0; c < kBlock; c += kLanes) {
@@ -445,25 +427,13 @@ class ChunkKernel : public UnitKernel {
         store(dP, pair_factors_ + p);
       }
     }
-    product<BlockRows, Start::kAdd>({.rows = 2 * kBlock - first,
-                                     .columns = ld_,
-                                     .depth = kBlock,
-                                     .a = pair_gradients + first * kBlock,
-                                     .b = k,
-                                     .b_stride = ld_,
-                                     .c_in = reading_ + first * ld_,
-                                     .c_out = reading_ + first * ld_,
-                                     .c_stride = ld_});
-    product<Columns, Start::kZero>({.rows = kBlock,
-                                    .columns = ld_,
-                                    .depth = 2 * kBlock - first,
-                                    .a = pair_factors_ + first * kBlock,
-                                    .a_stride = kBlock,
-                                    .b = block.reader + first * ld_,
-                                    .b_stride = ld_,
-                                    .c_in = dk,
-                                    .c_out = dk,
-                                    .c_stride = ld_});
+    std::memset(dk, 0, static_cast<size_t>(kBlock * ld_) * sizeof(float));
+    for (int64_t half = block.first_read(); half < 2 * kBlock; half += kBlock) {
+      add_triangular<Triangle::kLower>(BlockMatrix{pair_gradients + half * kBlock}, k, ld_, reading_ + half * ld_, ld_,
+                                       ld_);
+      add_triangular<Triangle::kUpper>(BlockMatrix{pair_factors_ + half * kBlock}, block.reader + half * ld_, ld_, dk,
+                                       ld_, ld_);
+    }
   }
 
   // From Y R^T and do R^T in pair_gradients_ and the state parts in reading_ and writing_.
@@ -680,7 +650,7 @@ class ChunkKernel : public UnitKernel {
 
   // Of the second write.
   float* pairs2_ = nullptr;           // as pairs_: A2 and P2
-  float* mixed_ = nullptr;            // [32][kPanel]: beta Y, then do
+  float* beta_Y_ = nullptr;           // [16][kPanel]
   float* v_columns_ = nullptr;        // [panels * kPanel][16], v transposed
   float* pair_gradients2_ = nullptr;  // [32][16]: Y v^T, then do v^T
   float* write_columns2_ = nullptr;   // [ld][16]

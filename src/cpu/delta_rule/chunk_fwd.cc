@@ -37,19 +37,6 @@ HWY_BEFORE_NAMESPACE();
 namespace fastweight::cpu::HWY_NAMESPACE {
 namespace {
 
-// acc += P R for rows [top, top + 4).
-HWY_INLINE void add_lower_rows(const float* P, const float* R, int64_t stride, int64_t top, Vec (&acc)[4][2]) {
-  for (int64_t j = 0; j < top + 4; ++j) {
-    const Vec r0 = load(R + j * stride), r1 = load(R + j * stride + kLanes);
-    FW_UNROLL
-    for (int m = 0; m < 4; ++m) {
-      const Vec p = broadcast(P[(top + m) * kBlock + j]);
-      acc[m][0] = fma(p, r0, acc[m][0]);
-      acc[m][1] = fma(p, r1, acc[m][1]);
-    }
-  }
-}
-
 // o = scale (X_q + P R (+ P2 v)) for one panel, four rows at a time; v and o have the same stride.
 HWY_INLINE void output_panel(const Block& block, float scale, const float* X_q, const float* R, const float* v,
                              float* o, int64_t stride) {
@@ -63,8 +50,8 @@ HWY_INLINE void output_panel(const Block& block, float scale, const float* X_q, 
       acc[m][0] = hn::Mul(read_scale, load(X_q + (top + m) * kPanel));
       acc[m][1] = hn::Mul(read_scale, load(X_q + (top + m) * kPanel + kLanes));
     }
-    add_lower_rows(block.P(), R, kPanel, top, acc);
-    if (block.pairs2 != nullptr) add_lower_rows(block.pairs2 + kBlock * kBlock, v, stride, top, acc);
+    add_lower_rows(BlockMatrix{block.P()}, R, kPanel, top, acc);
+    if (block.pairs2 != nullptr) add_lower_rows(BlockMatrix{block.pairs2 + kBlock * kBlock}, v, stride, top, acc);
     FW_UNROLL
     for (int m = 0; m < 4; ++m) {
       store(hn::Mul(s, acc[m][0]), o + (top + m) * stride);

@@ -29,10 +29,7 @@ struct Columns {
 struct PanelRows {  // of states
   static constexpr int64_t kRowStride = kPanel;
 };
-struct BlockRows {  // of matrices between the tokens of a block of 16
-  static constexpr int64_t kRowStride = 16;
-};
-struct MatrixRows {  // .. of a chunk of up to 64
+struct MatrixRows {  // of matrices between the tokens of a chunk of up to 64
   static constexpr int64_t kRowStride = 64;
 };
 

@@ -117,8 +117,6 @@ template void product<Columns, Start::kDecay>(const Product& p);
 template void product<Columns, Start::kStep>(const Product& p);
 template void product<PanelRows, Start::kZero>(const Product& p);
 template void product<PanelRows, Start::kAdd>(const Product& p);
-template void product<BlockRows, Start::kZero>(const Product& p);
-template void product<BlockRows, Start::kAdd>(const Product& p);
 template void product<MatrixRows, Start::kZero>(const Product& p);
 
 }  // namespace fastweight::cpu::HWY_NAMESPACE

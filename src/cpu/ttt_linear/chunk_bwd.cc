@@ -154,16 +154,8 @@ void inner_gradient_adjoint(BackwardScratch& s) {
   std::memset(s.deta, 0, static_cast<size_t>(mb.rows) * sizeof(float));
   s.deta[mb.tokens - 1] = -sum_of_lanes(dot);
   transpose(mb.moves, mb.rows, mb.rows, mb.rows, s.moves_rows, mb.rows);
-  product<Columns, Start::kAdd>({.rows = mb.rows,
-                                 .columns = mb.ld,
-                                 .depth = mb.rows,
-                                 .a = s.moves_rows,
-                                 .a_stride = mb.rows,
-                                 .b = s.grads + mb.rows * mb.ld,
-                                 .b_stride = mb.ld,
-                                 .c_in = s.dn,
-                                 .c_out = s.dn,
-                                 .c_stride = mb.ld});
+  add_triangular<Triangle::kUpper>(RowMatrix{s.moves_rows, mb.rows}, s.grads + mb.rows * mb.ld, mb.ld, s.dn, mb.ld,
+                                   mb.ld);
 }
 
 // Row by row through n, y and the inner norm: dy, dz (first half of `grads`), and the shares of dw and db.
@@ -245,30 +237,14 @@ void token_gradients(const Head& head, const float* h, BackwardScratch& s) {
     s.deta[i] -= sum_of_lanes(sum);
   }
   transpose(s.Dm, rows, rows, rows, s.Dm_columns, rows);
-  product<Columns, Start::kZero>({.rows = rows,
-                                  .columns = ld,
-                                  .depth = rows,
-                                  .a = s.Dm_columns,
-                                  .a_stride = rows,
-                                  .b = mb.k,
-                                  .b_stride = ld,
-                                  .c_in = s.Dk,
-                                  .c_out = s.Dk,
-                                  .c_stride = ld});
+  std::memset(s.Dk, 0, static_cast<size_t>(rows * ld) * sizeof(float));
+  add_triangular<Triangle::kLower>(ColumnMatrix{s.Dm_columns, rows}, mb.k, ld, s.Dk, ld, ld);
   for (int64_t i = 0; i < rows; ++i) {
     const Vec eta = broadcast(mb.eta[i]);
     for (int64_t d = 0; d < ld; d += kLanes) store(hn::Mul(eta, load(mb.q() + i * ld + d)), s.eta_q + i * ld + d);
   }
-  product<Columns, Start::kZero>({.rows = rows,
-                                  .columns = ld,
-                                  .depth = rows,
-                                  .a = s.Dm,
-                                  .a_stride = rows,
-                                  .b = s.eta_q,
-                                  .b_stride = ld,
-                                  .c_in = s.Dq,
-                                  .c_out = s.Dq,
-                                  .c_stride = ld});
+  std::memset(s.Dq, 0, static_cast<size_t>(rows * ld) * sizeof(float));
+  add_triangular<Triangle::kUpper>(RowMatrix{s.Dm, rows}, s.eta_q, ld, s.Dq, ld, ld);
   // Sums over state columns: (dz; dyo) h^T and n dh^T.
   product<PanelRows, Start::kZero>({.rows = ld,
                                     .columns = 2 * rows,

@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "cpu/simd/matmul-inl.h"
+#include "cpu/simd/triangle-inl.h"
 #include "cpu/state-inl.h"
 #include "cpu/token_rows-inl.h"
 #include "ops/sequences.h"
@@ -208,6 +209,20 @@ HWY_NOINLINE inline void inner_gradients(const Head& head, const float* c, int64
   }
 }
 
+// Matrices between the tokens of a mini-batch, [rows][rows], stored by rows or by columns.
+struct RowMatrix {
+  const float* values;
+  int64_t rows;
+  int64_t size() const { return rows; }
+  HWY_INLINE float operator()(int64_t i, int64_t j) const { return values[i * rows + j]; }
+};
+struct ColumnMatrix {
+  const float* values;
+  int64_t rows;
+  int64_t size() const { return rows; }
+  HWY_INLINE float operator()(int64_t i, int64_t j) const { return values[j * rows + i]; }
+};
+
 // A row of 64 ones followed by 64 zeros: entry j of a mask "j <= i" begins at ones + 63 - i.
 struct Steps {
   alignas(64) float values[128] = {};
@@ -249,16 +264,7 @@ HWY_NOINLINE inline void read_outputs(const Head& head, const float* c, MiniBatc
       store(fma(scale, load(x), load(c + d)), x);
     }
   }
-  product<Columns, Start::kAdd>({.rows = mb.rows,
-                                 .columns = mb.ld,
-                                 .depth = mb.rows,
-                                 .a = mb.moves,
-                                 .a_stride = mb.rows,
-                                 .b = mb.n,
-                                 .b_stride = mb.ld,
-                                 .c_in = mb.out(),
-                                 .c_out = mb.out(),
-                                 .c_stride = mb.ld});
+  add_triangular<Triangle::kLower>(ColumnMatrix{mb.moves, mb.rows}, mb.n, mb.ld, mb.out(), mb.ld, mb.ld);
 }
 
 // The state at the start of the next mini-batch: h - eta_L k^T n, c - eta_L sum n. The sums are complete before the
