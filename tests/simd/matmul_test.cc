@@ -21,6 +21,7 @@
 #include "hwy/highway.h"
 
 #include "cpu/simd/matmul-inl.h"
+#include "cpu/simd/triangle-inl.h"
 #include "hwy/tests/hwy_gtest.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -272,6 +273,59 @@ void in_place() {
   }
 }
 
+struct RowMatrix {
+  const float* values;
+  int64_t rows;
+  int64_t size() const { return rows; }
+  float operator()(int64_t i, int64_t j) const { return values[i * rows + j]; }
+};
+
+// y + L x and y + L^T x. The part of L above the diagonal is NaN and not read; a row of x that is NaN reaches the rows
+// of y from it on, or up to it, alone.
+void triangles() {
+  const int64_t columns = 3 * kLanes, x_stride = columns + 3, y_stride = columns + 5;
+  for (int64_t size : {4, 16, 36}) {
+    const auto drawn = [size](int64_t width, uint64_t stream) {
+      const support::Tensor values = support::normals(DType::kF32, {size, width}, 7, stream);
+      const float* data = static_cast<const float*>(values.data());
+      return Floats(data, data + values.size());
+    };
+    Floats L = drawn(size, 1), x = drawn(x_stride, 2);
+    for (int64_t i = 0; i < size; ++i) {
+      for (int64_t j = i + 1; j < size; ++j) L[static_cast<size_t>(i * size + j)] = std::nanf("");
+    }
+    for (Triangle triangle : {Triangle::kLower, Triangle::kUpper}) {
+      for (int64_t spoiled : {int64_t{-1}, int64_t{0}, size / 2 + 1, size - 1}) {
+        Floats given = x, y = drawn(y_stride, 3);
+        const Floats start = y;
+        for (int64_t c = 0; c < columns && spoiled >= 0; ++c) {
+          given[static_cast<size_t>(spoiled * x_stride + c)] = std::nanf("");
+        }
+        const RowMatrix matrix{L.data(), size};
+        if (triangle == Triangle::kLower) {
+          add_triangular<Triangle::kLower>(matrix, given.data(), x_stride, y.data(), y_stride, columns);
+        } else {
+          add_triangular<Triangle::kUpper>(matrix, given.data(), x_stride, y.data(), y_stride, columns);
+        }
+        for (int64_t m = 0; m < size; ++m) {
+          for (int64_t c = 0; c < y_stride; ++c) {
+            const size_t at = static_cast<size_t>(m * y_stride + c);
+            double expected = static_cast<double>(start[at]);
+            for (int64_t r = 0; r < size && c < columns; ++r) {
+              if (triangle == Triangle::kLower ? r > m : r < m) continue;
+              const float l = triangle == Triangle::kLower ? matrix(m, r) : matrix(r, m);
+              expected += static_cast<double>(l) * static_cast<double>(given[static_cast<size_t>(r * x_stride + c)]);
+            }
+            const double error = std::abs(static_cast<double>(y[at]) - expected);
+            EXPECT_TRUE(std::isnan(expected) ? std::isnan(y[at]) : error <= 1e-5 * (1 + std::abs(expected)))
+                << size << " row " << m << " column " << c << " spoiled " << spoiled;
+          }
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fastweight::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
@@ -294,6 +348,9 @@ TEST_P(Matmul, Segments) { HWY_DYNAMIC_DISPATCH(segments)(); }
 
 HWY_EXPORT(in_place);
 TEST_P(Matmul, InPlace) { HWY_DYNAMIC_DISPATCH(in_place)(); }
+
+HWY_EXPORT(triangles);
+TEST_P(Matmul, Triangles) { HWY_DYNAMIC_DISPATCH(triangles)(); }
 
 }  // namespace
 }  // namespace fastweight::cpu
