@@ -541,6 +541,11 @@ int Checker::run(const std::string& golden_folder) {
   return failures_ == 0 ? 0 : 1;
 }
 
+bool has_golden_cases(const std::string& folder) {
+  return std::filesystem::is_directory(folder) &&
+         !(support::load_delta_rule_golden(folder).empty() && support::load_ttt_linear_golden(folder).empty());
+}
+
 std::string default_golden_folder() {
   std::error_code error;
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", error);
@@ -567,6 +572,9 @@ int run_check(const std::vector<std::string>& arguments) {
     return 0;
   }
   const std::string golden = flags.text("--golden", folder);
+  if (flags.has("--golden") && !has_golden_cases(golden)) {
+    throw UsageError("--golden: expected a folder with golden cases, got '" + golden + "'");
+  }
   const int threads = static_cast<int>(flags.integer("--threads", default_num_threads(), 1, kMostThreads));
   return Checker(parse_ops(flags.list("--op")), threads, parse_device(flags.text("--device", "cpu"))).run(golden);
 }

@@ -71,4 +71,10 @@ int run(const std::vector<std::string>& arguments) {
 }  // namespace
 }  // namespace fastweight::cli
 
-int main(int argc, char** argv) { return fastweight::cli::run({argv + 1, argv + argc}); }
+int main(int argc, char** argv) {
+  const int code = fastweight::cli::run({argv + 1, argv + argc});
+  const bool flushed = std::fflush(stdout) == 0;
+  if (flushed && std::ferror(stdout) == 0) return code;
+  std::fprintf(stderr, "fastweight: cannot write to stdout\n");
+  return code == 0 ? 1 : code;
+}

@@ -22,9 +22,9 @@ struct Outcome {
   std::string output;  // stdout and stderr
 };
 
-Outcome run(const std::string& arguments) {
+Outcome run(const std::string& arguments, const fs::path& program = tool()) {
   Outcome outcome;
-  std::FILE* pipe = popen(("'" + tool().string() + "' " + arguments + " 2>&1").c_str(), "r");
+  std::FILE* pipe = popen(("exec 2>&1; '" + program.string() + "' " + arguments).c_str(), "r");
   if (pipe == nullptr) return outcome;
   char buffer[4096];
   for (size_t count; (count = std::fread(buffer, 1, sizeof buffer, pipe)) > 0;) outcome.output.append(buffer, count);
@@ -225,11 +225,37 @@ TEST_F(Tool, BenchFailsWhenANamedImplementationCannotRun) {
   EXPECT_TRUE(contains(bench.output, "gdn step chunk")) << bench.output;
 }
 
+TEST_F(Tool, FailsWhenItsOutputCannotBeWritten) {
+  if (!fs::exists("/dev/full")) GTEST_SKIP() << "no /dev/full";
+  for (const std::string arguments : {"--version", "info", "info --json", "check --op l2norm", "bench --help",
+                                      "bench --threads 1 --quick --op l2norm --mode fwd --shape T=4,H=1,D=16"}) {
+    const Outcome outcome = run(arguments + " >/dev/full");
+    EXPECT_EQ(outcome.exit_code, 1) << arguments;
+    EXPECT_EQ(outcome.output, "fastweight: cannot write to stdout\n") << arguments;
+  }
+}
+
 TEST_F(Tool, CheckGoesOnWithoutGoldenCases) {
-  const Outcome check = run("check --op delta_rule --golden " + (folder_ / "nowhere").string());
+  // Beside a copy of the tool there is no share/.
+  const fs::path copy = folder_ / "bin" / "fastweight";
+  fs::create_directories(copy.parent_path());
+  fs::copy_file(tool(), copy);
+  const Outcome check = run("check --op delta_rule", copy);
   EXPECT_EQ(check.exit_code, 0) << check.output;
   EXPECT_TRUE(contains(check.output, "skipped: golden cases")) << check.output;
   EXPECT_TRUE(contains(check.output, "0 failed")) << check.output;
+}
+
+TEST_F(Tool, CheckRefusesAFolderWithoutGoldenCases) {
+  for (const std::string& folder : {std::string(), (folder_ / "nowhere").string(), folder_.string()}) {
+    const Outcome check = run("check --op delta_rule --golden '" + folder + "'");
+    EXPECT_EQ(check.exit_code, 2) << check.output;
+    EXPECT_TRUE(contains(check.output, "--golden: expected a folder with golden cases, got '" + folder + "'"))
+        << check.output;
+  }
+  const Outcome check = run("check --op delta_rule --golden " FASTWEIGHT_GOLDEN_DIR);
+  EXPECT_EQ(check.exit_code, 0) << check.output;
+  EXPECT_TRUE(contains(check.output, "0 failed, 0 skipped")) << check.output;
 }
 
 TEST_F(Tool, CheckRunsTttLinear) {
