@@ -5,9 +5,11 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <map>
 #include <memory>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -33,6 +35,7 @@ namespace fastweight::cli {
 namespace {
 
 constexpr int64_t kMostSequences = 1 << 15;  // of --varlen
+constexpr double kMostSeconds = 600;         // of --min-time: the time of every call is kept
 
 struct Plan {
   std::vector<Config> configs;
@@ -188,7 +191,7 @@ Plan make_plan(const Flags& flags) {
   plan.device = parse_device(flags.text("--device", "cpu"));
   check_implementation_names(plan.device, named);
   plan.implementation_named = !named.empty();
-  plan.min_seconds = flags.number("--min-time", quick ? 0.1 : 0.5, 0);
+  plan.min_seconds = flags.number("--min-time", quick ? 0.1 : 0.5, 0, kMostSeconds);
   plan.repeat = flags.integer("--repeat", quick ? 3 : 5, 1);
 
   std::vector<Shape> shapes;
@@ -213,20 +216,21 @@ Plan make_plan(const Flags& flags) {
   if (flags.has("--dtype")) dtypes = parse_dtypes(flags.list("--dtype"));
 
   std::vector<std::pair<Op, Mode>> planned;
+  std::vector<std::string> absent;  // not worth a word unless there is nothing else
   for (Op op : parse_ops(flags.list("--op"))) {
     for (Mode mode : modes) {
       if (implementations(op, mode, plan.device).empty()) {
         const std::string reason = op_name(op) + " has no " + mode_name(mode) + " on " + device_name(plan.device);
         if (flags.has("--op") && flags.has("--mode")) throw UsageError("--mode: " + reason);
+        absent.push_back(reason);
         continue;
       }
       planned.emplace_back(op, mode);
       const std::vector<std::string> chosen = choose_implementations(op, mode, plan.device, named);
       for (const std::string& name : named) {
-        if (flags.has("--mode") && !known(chosen, name)) {
-          plan.refused.push_back(op_name(op) + " " + mode_name(mode) + " " + name +
-                                 ": there is no such implementation");
-        }
+        if (known(chosen, name)) continue;
+        (flags.has("--mode") ? plan.refused : absent)
+            .push_back(op_name(op) + " " + mode_name(mode) + " " + name + ": there is no such implementation");
       }
       const std::vector<Shape> defaults =
           plan.on_cuda() ? default_cuda_shapes(mode, quick) : default_shapes(mode, quick);
@@ -258,6 +262,7 @@ Plan make_plan(const Flags& flags) {
     }
   }
   check_partial_flags(flags, planned);
+  if (plan.configs.empty()) plan.skipped.insert(plan.skipped.end(), absent.begin(), absent.end());
   return plan;
 }
 
@@ -276,7 +281,6 @@ double median(std::vector<double> values) {
 }
 
 Timing time_config(const BenchProblem& problem, const Config& config, const Plan& plan) {
-  constexpr size_t kMostCalls = 20000;
   ScratchCache scratch;
   Context context;
   context.num_threads = config.threads;
@@ -290,8 +294,7 @@ Timing time_config(const BenchProblem& problem, const Config& config, const Plan
   const FmaMeter meter(config.threads);
   std::vector<double> times, rates;
   double total = 0;
-  while (times.size() < static_cast<size_t>(plan.repeat) ||
-         (times.size() < kMostCalls && total < plan.min_seconds * 1e3)) {
+  while (times.size() < static_cast<size_t>(plan.repeat) || total < plan.min_seconds * 1e3) {
     // Before every call, unless calls are so short that this would take longer than they do.
     if (static_cast<double>(rates.size()) * FmaMeter::kSeconds * 1e3 <= total) rates.push_back(meter.gflops());
     times.push_back(call_ms(problem, context, timing.implementation));
@@ -311,6 +314,13 @@ Timing time_config(const BenchProblem& problem, const Config& config, const Plan
 // Results.
 
 std::string milliseconds(double value) { return value < 1e4 ? format("%.4g", value) : format("%.0f", value); }
+
+bool same_file(const std::string& a, const std::string& b) {
+  const auto resolved = [](const std::string& path) {
+    return std::filesystem::weakly_canonical(std::filesystem::absolute(path));
+  };
+  return resolved(a) == resolved(b);
+}
 
 void write_text(const std::string& flag, const std::string& path, const std::string& text) {
   std::ofstream file(path);
@@ -382,6 +392,7 @@ class Bench {
   void measure_on_cuda(const Config& config, const BenchProblem& problem);
   void measure(const Config& config, const BenchProblem& problem);
   void decline(const Config& config, const std::string& reason);
+  void check_memory(const BenchChoice& choice) const;
   void note_cached_states(const BenchChoice& choice);
 
   Plan plan_;
@@ -472,6 +483,22 @@ void Bench::measure(const Config& config, const BenchProblem& problem) {
               format("%.1f", 100 * record.share_of_memcpy())});
 }
 
+// Throws Error where the tensors do not fit into the memory that there is.
+void Bench::check_memory(const BenchChoice& choice) const {
+  const double bytes = tensor_bytes(choice);
+  const auto require = [](double needed, double there_is, const char* where) {
+    if (needed <= there_is) return;
+    constexpr double kGiB = 1 << 30;
+    throw Error(ErrorCode::kOutOfMemory, format("needs %.1f GiB for its tensors, %.1f GiB are available%s",
+                                                needed / kGiB, there_is / kGiB, where));
+  };
+  // What is uploaded stays on the host as well.
+  require(plan_.on_cuda() ? 2 * bytes : bytes, available_memory_bytes(), "");
+  if (!plan_.on_cuda()) return;
+  const CudaDeviceInfo info = cuda_devices().at(static_cast<size_t>(plan_.device.index));
+  require(bytes, static_cast<double>(info.memory_bytes), " on the device");
+}
+
 void Bench::note_cached_states(const BenchChoice& choice) {
   if (choice.mode != Mode::kStep || plan_.on_cuda()) return;
   const Shape& s = choice.shape;
@@ -515,6 +542,7 @@ int Bench::run() {
           op_name(choice.op) + mode_name(choice.mode) + dtype_name(choice.dtype) + choice.shape.text();
       if (problem == nullptr || text != problem_text) {
         problem.reset();
+        check_memory(choice);
         problem = make_bench_problem(choice);
         problem_text = text;
         note_cached_states(choice);
@@ -522,14 +550,17 @@ int Bench::run() {
       measure(config, *problem);
     } catch (const Error& error) {
       decline(config, error.what());
+    } catch (const std::bad_alloc&) {
+      decline(config, "out of memory");
     }
   }
   progress_.clear();
   for (const std::string& skipped : plan_.skipped) notes_.push_back("skipped: " + skipped);
   for (const std::string& refused : plan_.refused) notes_.push_back("failed: " + refused);
+  if (records_.empty()) notes_.push_back("failed: nothing was measured");
   if (!notes_.empty()) std::printf("\n");
   for (const std::string& note : notes_) std::printf("%s\n", note.c_str());
-  return failed_ || !plan_.refused.empty() ? 1 : 0;
+  return failed_ || !plan_.refused.empty() || records_.empty() ? 1 : 0;
 }
 
 }  // namespace
@@ -584,6 +615,9 @@ int run_bench(const std::vector<std::string>& arguments) {
   }
   Plan plan = make_plan(flags);
   if (plan.on_cuda() && flags.has("--plot")) throw UsageError("--plot: the chart is for the CPU's limits");
+  if (flags.has("--json") && flags.has("--plot") && same_file(flags.text("--json", ""), flags.text("--plot", ""))) {
+    throw UsageError("--plot: expected a file other than that of --json, got '" + flags.text("--plot", "") + "'");
+  }
   for (const char* flag : {"--json", "--plot"}) {
     // Now rather than after the measurements.
     const std::string path = flags.text(flag, "");

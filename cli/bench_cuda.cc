@@ -50,7 +50,6 @@ CudaMeasurement time_on_cuda(const BenchProblem& host, const Config& config, Dev
   enqueue_all();
   stream.wait();
   // Few enough calls at a time that the queue of the stream does not fill up and hold the host back.
-  const auto start = std::chrono::steady_clock::now();
   result.cuda.eager_ms = support::device_ms(stream, enqueue_all) / calls;
   stream.wait();
   const auto enqueue_start = std::chrono::steady_clock::now();
@@ -62,12 +61,11 @@ CudaMeasurement time_on_cuda(const BenchProblem& host, const Config& config, Dev
   const auto replay_ms = [&] { return support::device_ms(stream, [&] { graph.launch(stream); }) / calls; };
   constexpr int kWarmUp = 5;
   for (int i = 0; i < kWarmUp; ++i) replay_ms();
-  constexpr size_t kMostReplays = 5000, kLeastReplays = 20;
+  constexpr size_t kLeastReplays = 20;
   const size_t least = std::max(kLeastReplays, static_cast<size_t>(repeat));
   std::vector<double> times;
-  while (times.size() < least || (times.size() < kMostReplays && seconds_since(start) < min_seconds)) {
-    times.push_back(replay_ms());
-  }
+  const auto start = std::chrono::steady_clock::now();
+  while (times.size() < least || seconds_since(start) < min_seconds) times.push_back(replay_ms());
   std::ranges::sort(times);
   const size_t count = times.size();
   result.timing.calls = static_cast<int64_t>(count * sets.size());

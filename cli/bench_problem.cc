@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -123,7 +124,9 @@ DeltaRuleCase delta_rule_data(const BenchChoice& choice) {
   if (spec.options.gate == Gate::kPerHead) data.g = tile(drawn.g, 1, {s.B, s.T, s.HV});
   if (spec.options.gate == Gate::kPerChannel) data.g = tile(drawn.g, 1, {s.B, s.T, s.HV, s.K});
   if (choice.mode == Mode::kBackward) data.d_o = tile(drawn.d_o, 1, {s.B, s.T, s.HV, s.V});
-  if (choice.mode == Mode::kStep) data.initial_state = tile(drawn.initial_state, 0, {s.B, s.HV, s.K, s.V});
+  if (choice.mode == Mode::kStep) {
+    data.initial_state = tile(drawn.initial_state.to(choice.state_dtype.value()), 0, {s.B, s.HV, s.K, s.V});
+  }
   if (choice.sequences > 0) {
     const std::vector<int64_t> offsets = growing_offsets(s.T, choice.sequences);
     data.spec.cu_seqlens = offsets;
@@ -188,7 +191,6 @@ DeltaRuleBench::DeltaRuleBench(const BenchChoice& choice) : choice_(choice) {
   if (choice_.mode == Mode::kStep) {
     step_.in = in;
     step_.options = options;
-    data_.initial_state = data_.initial_state.to(choice_.state_dtype.value());
     step_.state = data_.initial_state.view();
     step_.o = output(choice_.dtype, {s.B, s.T, s.HV, s.V});
   }
@@ -630,6 +632,7 @@ Shape parse_shape(const std::string& text) {
   int64_t D = 0;
   const std::pair<const char*, int64_t*> fields[] = {{"B", &shape.B},   {"T", &shape.T}, {"H", &shape.H}, {"D", &D},
                                                      {"HV", &shape.HV}, {"K", &shape.K}, {"V", &shape.V}};
+  std::set<std::string> given;
   for (const std::string& part : split(text, ',')) {
     const size_t equals = part.find('=');
     const std::string name = part.substr(0, equals);
@@ -638,6 +641,7 @@ Shape parse_shape(const std::string& text) {
       throw UsageError("--shape: expected B=..,T=..,H=..,HV=..,K=..,V=.. or D=.., got '" + part + "' in '" + text +
                        "'");
     }
+    if (!given.insert(name).second) throw UsageError("--shape: " + name + " is given twice in '" + text + "'");
     *field->second = parse_integer("--shape: " + name, part.substr(equals + 1), 1, std::numeric_limits<int32_t>::max());
   }
   if (D > 0 && (shape.K > 0 || shape.V > 0)) throw UsageError("--shape: D stands for K and V in '" + text + "'");
@@ -647,6 +651,58 @@ Shape parse_shape(const std::string& text) {
   }
   if (shape.HV == 0) shape.HV = shape.H;
   return shape;
+}
+
+double tensor_bytes(const BenchChoice& choice) {
+  const Shape& s = choice.shape;
+  const double B = static_cast<double>(s.B), K = static_cast<double>(s.K), V = static_cast<double>(s.V);
+  const double HV = static_cast<double>(s.HV), each = static_cast<double>(element_size(choice.dtype));
+  const double rows = choice.mode == Mode::kStep ? B : B * static_cast<double>(s.T);
+  const double keys = each * rows * static_cast<double>(s.H) * K, values = each * rows * HV * V;
+  const double scalars = 4 * rows * HV;  // fp32, one for each value head
+  const double matrices = scalars * kBlockChunk;
+  const auto gates = [&](Gate gate) {
+    return gate == Gate::kPerChannel ? scalars * K : gate == Gate::kPerHead ? scalars : 0;
+  };
+
+  double inputs = 2 * keys + values, outputs = values;
+  double unused = 0;  // what the case of a block holds beside the tensors of a call
+  if (const auto related = related_of(choice.op)) {
+    inputs += gates(support::gate_of(*related));
+    if (*related == RelatedOp::kComba) inputs += keys + scalars;
+    if (*related == RelatedOp::kIplr || *related == RelatedOp::kDplr) inputs += 2 * keys;
+  } else if (is_delta_rule(choice.op)) {
+    inputs += scalars + gates(gate_of(choice.op));
+  } else if (choice.op == Op::kTttLinear) {
+    inputs += scalars;
+  } else if (choice.op == Op::kShortConv) {
+    inputs = outputs = keys;
+  } else if (choice.op == Op::kScaledDotKkt) {
+    inputs = keys + 2 * scalars, outputs = matrices;
+  } else if (choice.op == Op::kSolveTril) {
+    inputs = outputs = unused = matrices;
+  } else if (choice.op == Op::kWy) {
+    inputs = keys + values + matrices + 2 * scalars, outputs = values + each * rows * HV * K;
+  } else if (choice.op == Op::kL2Norm) {
+    inputs = outputs = unused = keys;
+  } else {
+    inputs = each * rows * HV * K, outputs = gates(Gate::kPerChannel);
+  }
+  const bool backward = choice.mode == Mode::kBackward;
+  const bool has_state = !block_of(choice.op) && choice.op != Op::kShortConv;
+  const double drawn = inputs * std::min(1.0, static_cast<double>(kDrawnTokens) / rows);
+  double total = drawn + inputs + unused + outputs + (backward ? inputs : 0);
+  // The gradients of the outputs are there in every mode.
+  if (!has_state) return backward || choice.op == Op::kChunkLocalCumsum ? total : total + outputs;
+
+  const double sequences = choice.sequences > 0 ? static_cast<double>(choice.sequences) : B;
+  const double state = static_cast<double>(element_size(choice.state_dtype.value())) * HV * K * V;
+  total += 2 * state;  // drawn: an initial one and the gradient of a final one
+  if (choice.saved_states) total += std::max(rows / DeltaRuleOptions().chunk_size, sequences) * state;
+  if (backward && choice.saved_states) total += outputs;  // of the forward that saved them
+  if (!backward || choice.saved_states) total += sequences * state;
+  if (choice.op == Op::kTttLinear) total += sequences * state;
+  return total;
 }
 
 std::unique_ptr<BenchProblem> make_bench_problem(const BenchChoice& choice) {

@@ -66,6 +66,9 @@ class BenchProblem {
   virtual std::unique_ptr<BenchProblem> on_device(Device) const { return nullptr; }
 };
 
+// Of the tensors that the problem holds in the host's memory, with those that are drawn and repeated to make them.
+double tensor_bytes(const BenchChoice& choice);
+
 std::unique_ptr<BenchProblem> make_bench_problem(const BenchChoice& choice);
 
 }  // namespace fastweight::cli

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cmath>
 #include <utility>
 
 #include "cli/text.h"
@@ -37,8 +36,8 @@ std::string Flags::text(const std::string& name, const std::string& otherwise) c
   return found == given_.end() ? otherwise : found->second.back();
 }
 
-double Flags::number(const std::string& name, double otherwise, double least) const {
-  return has(name) ? parse_number(name, text(name, ""), least) : otherwise;
+double Flags::number(const std::string& name, double otherwise, double least, double most) const {
+  return has(name) ? parse_number(name, text(name, ""), least, most) : otherwise;
 }
 
 int64_t Flags::integer(const std::string& name, int64_t otherwise, int64_t least, int64_t most) const {
@@ -97,11 +96,12 @@ int64_t parse_integer(const std::string& flag, const std::string& text, int64_t 
   return value;
 }
 
-double parse_number(const std::string& flag, const std::string& text, double least) {
+double parse_number(const std::string& flag, const std::string& text, double least, double most) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(value) || value < least) {
-    throw UsageError(flag + ": expected a number of at least " + format("%g", least) + ", got '" + text + "'");
+  // A NaN is in no range.
+  if (error != std::errc() || end != text.data() + text.size() || !(value >= least && value <= most)) {
+    throw UsageError(flag + format(": expected a number from %g to %g", least, most) + ", got '" + text + "'");
   }
   return value;
 }

@@ -34,7 +34,7 @@ class Flags {
 
   // The last value given.
   std::string text(const std::string& name, const std::string& otherwise) const;
-  double number(const std::string& name, double otherwise, double least) const;
+  double number(const std::string& name, double otherwise, double least, double most) const;
   int64_t integer(const std::string& name, int64_t otherwise, int64_t least, int64_t most = kAnyInteger) const;
 
   // Every value of a flag that may repeat; `list` also splits at commas.
@@ -53,6 +53,6 @@ std::vector<std::string> split(const std::string& text, char separator);
 
 // Throws UsageError(flag: expected .., got ..) unless all of `text` is a number of at least `least` and at most `most`.
 int64_t parse_integer(const std::string& flag, const std::string& text, int64_t least, int64_t most = kAnyInteger);
-double parse_number(const std::string& flag, const std::string& text, double least);
+double parse_number(const std::string& flag, const std::string& text, double least, double most);
 
 }  // namespace fastweight::cli

@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <limits>
 #include <map>
 #include <sstream>
 #include <thread>
@@ -165,6 +167,16 @@ Machine find_machine() {
   machine.compiler = "gcc " __VERSION__;
 #endif
   return machine;
+}
+
+double available_memory_bytes() {
+  double bytes = std::numeric_limits<double>::infinity();
+  std::ifstream file("/proc/meminfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("MemAvailable:")) bytes = 1024 * std::atof(line.c_str() + line.find(':') + 1);  // in kB
+  }
+  const double of_container = std::atof(read_word("/sys/fs/cgroup/memory.max").c_str());  // a number or `max`
+  return of_container > 0 ? std::min(bytes, of_container) : bytes;
 }
 
 FmaMeter::FmaMeter(int threads) : threads_(threads), rounds_(1 << 16) {

@@ -30,6 +30,9 @@ struct Machine {
 };
 Machine find_machine();
 
+// What a program can allocate without driving the system to swap or worse; infinite where the system does not say.
+double available_memory_bytes();
+
 struct Limits {
   double gflops = 0;       // fp32 multiply-adds from registers, 2 FLOP each
   double memcpy_gbps = 0;  // large buffers; bytes read plus bytes written

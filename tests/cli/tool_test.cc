@@ -22,9 +22,10 @@ struct Outcome {
   std::string output;  // stdout and stderr
 };
 
-Outcome run(const std::string& arguments, const fs::path& program = tool()) {
+// `setup` is what the shell runs before the tool.
+Outcome run(const std::string& arguments, const fs::path& program = tool(), const std::string& setup = "") {
   Outcome outcome;
-  std::FILE* pipe = popen(("exec 2>&1; '" + program.string() + "' " + arguments).c_str(), "r");
+  std::FILE* pipe = popen(("exec 2>&1; " + setup + " '" + program.string() + "' " + arguments).c_str(), "r");
   if (pipe == nullptr) return outcome;
   char buffer[4096];
   for (size_t count; (count = std::fread(buffer, 1, sizeof buffer, pipe)) > 0;) outcome.output.append(buffer, count);
@@ -225,6 +226,48 @@ TEST_F(Tool, BenchFailsWhenANamedImplementationCannotRun) {
   EXPECT_TRUE(contains(bench.output, "gdn step chunk")) << bench.output;
 }
 
+TEST_F(Tool, BenchFailsWhenNothingWasMeasured) {
+  const std::string small = "bench --threads 1 --min-time 0 --repeat 1 ";
+  const Outcome wide = run(small + "--op gdn --mode fwd --shape T=4,H=1,K=257,V=16");
+  EXPECT_EQ(wide.exit_code, 1) << wide.output;
+  EXPECT_TRUE(contains(wide.output, "skipped: gdn fwd chunk")) << wide.output;
+  EXPECT_TRUE(contains(wide.output, "failed: nothing was measured")) << wide.output;
+  const Outcome absent = run(small + "--op l2norm --impl chunk");
+  EXPECT_EQ(absent.exit_code, 1) << absent.output;
+  EXPECT_TRUE(contains(absent.output, "l2norm fwd chunk: there is no such implementation")) << absent.output;
+  EXPECT_TRUE(contains(absent.output, "failed: nothing was measured")) << absent.output;
+}
+
+TEST_F(Tool, BenchMeasuresAsLongAsAsked) {
+  const fs::path json_path = folder_ / "out.json";
+  const Outcome bench =
+      run("bench --threads 1 --min-time 1 --op l2norm --mode fwd --impl simd --shape T=1,H=1,K=1,V=1 --json " +
+          json_path.string());
+  ASSERT_EQ(bench.exit_code, 0) << bench.output;
+  EXPECT_GT(nlohmann::json::parse(read_text(json_path)).at(0).at("calls"), 20000);
+}
+
+TEST_F(Tool, BenchSkipsWhatMemoryDoesNotHold) {
+  const std::string step = "bench --threads 1 --min-time 0 --repeat 1 --op delta_rule --mode step ";
+  // In GiB: states 2^18, each of q, k, v and o 2^11, beta 2^4; drawn: 256 of 65536 tokens, 2 states of 4.
+  const Outcome huge = run(step + "--shape B=65536,T=1,H=65536,K=128,V=128 --shape H=1,K=16,V=16");
+  EXPECT_EQ(huge.exit_code, 0) << huge.output;
+  EXPECT_TRUE(contains(huge.output, "B=65536,T=1,H=65536,K=128,V=128 threads=1: needs 270384.1 GiB for its tensors, "))
+      << huge.output;
+  const Outcome beyond = run(step + "--shape B=2147483647,H=2147483647,K=2147483647,V=2147483647");
+  EXPECT_EQ(beyond.exit_code, 1) << beyond.output;
+  EXPECT_TRUE(contains(beyond.output, "GiB are available")) << beyond.output;
+}
+
+TEST_F(Tool, BenchNamesTheShapeThatRanOutOfMemory) {
+  const Outcome bench = run("bench --threads 1 --op delta_rule --mode step --shape B=4096,H=16,K=128,V=128", tool(),
+                            "ulimit -v 3145728;");
+  EXPECT_EQ(bench.exit_code, 1) << bench.output;
+  EXPECT_TRUE(contains(bench.output, "B=4096,T=1,H=16,K=128,V=128 threads=1: ")) << bench.output;
+  // The second on a machine without these 4 GiB.
+  EXPECT_TRUE(contains(bench.output, "out of memory") || contains(bench.output, "GiB are available")) << bench.output;
+}
+
 TEST_F(Tool, FailsWhenItsOutputCannotBeWritten) {
   if (!fs::exists("/dev/full")) GTEST_SKIP() << "no /dev/full";
   for (const std::string arguments : {"--version", "info", "info --json", "check --op l2norm", "bench --help",
@@ -256,6 +299,15 @@ TEST_F(Tool, CheckRefusesAFolderWithoutGoldenCases) {
   const Outcome check = run("check --op delta_rule --golden " FASTWEIGHT_GOLDEN_DIR);
   EXPECT_EQ(check.exit_code, 0) << check.output;
   EXPECT_TRUE(contains(check.output, "0 failed, 0 skipped")) << check.output;
+}
+
+TEST_F(Tool, BenchRefusesOneFileForTwoResults) {
+  const std::string path = (folder_ / "out").string(), same = (folder_ / "." / "out").string();
+  const Outcome bench = run("bench --json " + path + " --plot " + same);
+  EXPECT_EQ(bench.exit_code, 2) << bench.output;
+  EXPECT_TRUE(contains(bench.output, "--plot: expected a file other than that of --json, got '" + same))
+      << bench.output;
+  EXPECT_FALSE(fs::exists(path));
 }
 
 TEST_F(Tool, CheckRunsTttLinear) {
@@ -291,7 +343,10 @@ TEST_F(Tool, WrongCommandLinesNameTheirFlag) {
       {"bench --op ttt_linear,l2norm --saved-states", "--saved-states: expected fwd or bwd of the delta-rule family"},
       {"bench --op gdn --mode step --saved-states", "got gdn step"},
       {"bench --mode step --varlen 2", "--varlen"},
-      {"bench --min-time -1", "--min-time"},
+      {"bench --min-time -1", "--min-time: expected a number from 0 to 600, got '-1'"},
+      {"bench --min-time nan", "--min-time: expected a number from 0 to 600, got 'nan'"},
+      {"bench --min-time 1e308", "--min-time: expected a number from 0 to 600, got '1e308'"},
+      {"bench --shape B=1,B=2,T=16,H=1,K=16,V=16", "--shape: B is given twice in 'B=1,B=2,"},
       {"bench --repeat 0", "--repeat"},
       {"bench --shape T=16,H=1,K=16", "--shape: V"},
       {"bench --shape T=16,H=1,K=16,V=0", "--shape: V"},
