@@ -11,6 +11,7 @@
 #include "ops/blocks_problem.h"
 #include "ops/check.h"
 #include "ops/dispatch.h"
+#include "ops/entry.h"
 #include "ops/parameters.h"
 
 namespace fastweight {
@@ -418,18 +419,20 @@ std::string describe(const BlockProblem<Args>& problem) {
 
 template <class Args>
 std::string run(const char* entry, const Context& context, const Args& args) {
-  check::context(context);
-  const std::vector<Argument> arguments = arguments_of(args);
-  check::views(arguments, context.device);
-  BlockProblem<Args> problem;
-  problem.sizes = check_block(args);
-  check::memory(arguments);
-  if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context, arguments);
-  problem.has_fp64 = check::any_fp64(arguments);
-  problem.args = args;
-  unify(problem.args, problem.sizes);
-  return dispatch(entry, context, cpu::block_list<Args>(), problem, check::any_written(arguments), describe<Args>,
-                  cuda::block_list<Args>());
+  return entry_point(entry, [&] {
+    check::context(context);
+    const std::vector<Argument> arguments = arguments_of(args);
+    check::views(arguments, context.device);
+    BlockProblem<Args> problem;
+    problem.sizes = check_block(args);
+    check::memory(arguments);
+    if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context, arguments);
+    problem.has_fp64 = check::any_fp64(arguments);
+    problem.args = args;
+    unify(problem.args, problem.sizes);
+    return dispatch(entry, context, cpu::block_list<Args>(), problem, check::any_written(arguments), describe<Args>,
+                    cuda::block_list<Args>());
+  });
 }
 
 template <class Forward, class... Backward>

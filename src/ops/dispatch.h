@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdio>
-#include <new>
 #include <optional>
 #include <span>
 #include <string>
@@ -64,7 +63,8 @@ Choice<Problem> choose(const char* entry, std::span<const Implementation<Problem
 }
 
 // Runs a validated problem on the context's device and returns the name of what ran. Without work to do, the choice
-// alone is made. describe(problem) is the problem in a verbose line. A family without kernels for CUDA has no list.
+// alone is made. describe(problem) is the problem in a verbose line. A family without kernels for CUDA has no list. To
+// be called within entry_point.
 template <class Problem, class Describe>
 std::string dispatch(const char* entry, const Context& context, std::span<const Implementation<Problem>> cpu_list,
                      const Problem& problem, bool work, const Describe& describe,
@@ -75,26 +75,22 @@ std::string dispatch(const char* entry, const Context& context, std::span<const 
                 std::string(entry) + (cuda::is_built() ? ": has no CUDA implementation" : ": built without CUDA") +
                     ", cannot run on " + check::text(context.device));
   }
-  try {
-    std::optional<cuda::DeviceScope> scope;
-    if (on_cuda) scope.emplace(context.device);
-    const auto choice = choose(entry, on_cuda ? cuda_list : cpu_list, problem, context.implementation);
-    if (work) choice.implementation->run(problem, context);
-    if (context.verbose) {
-      std::string line =
-          std::string("fastweight: ") + entry + " " + describe(problem) + ": ran " + choice.implementation->name;
-      if (choice.implementation->form != nullptr) line += " " + choice.implementation->form(problem);
-      if (!choice.passed_over.empty()) line += " (" + choice.passed_over + ")";
-      if (context.log != nullptr) {
-        context.log(context.log_user, line.c_str());
-      } else {
-        std::fprintf(stderr, "%s\n", line.c_str());
-      }
+  std::optional<cuda::DeviceScope> scope;
+  if (on_cuda) scope.emplace(context.device);
+  const auto choice = choose(entry, on_cuda ? cuda_list : cpu_list, problem, context.implementation);
+  if (work) choice.implementation->run(problem, context);
+  if (context.verbose) {
+    std::string line =
+        std::string("fastweight: ") + entry + " " + describe(problem) + ": ran " + choice.implementation->name;
+    if (choice.implementation->form != nullptr) line += " " + choice.implementation->form(problem);
+    if (!choice.passed_over.empty()) line += " (" + choice.passed_over + ")";
+    if (context.log != nullptr) {
+      context.log(context.log_user, line.c_str());
+    } else {
+      std::fprintf(stderr, "%s\n", line.c_str());
     }
-    return choice.implementation->name;
-  } catch (const std::bad_alloc&) {
-    throw Error(ErrorCode::kOutOfMemory, std::string(entry) + ": out of host memory");
   }
+  return choice.implementation->name;
 }
 
 template <class Problem>

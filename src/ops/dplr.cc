@@ -3,6 +3,7 @@
 
 #include "cpu/delta_rule/list.h"
 #include "ops/check.h"
+#include "ops/entry.h"
 #include "ops/recurrence.h"
 
 namespace fastweight {
@@ -20,18 +21,22 @@ void check_gate(Gate gate) {
 }  // namespace
 
 std::string dplr_forward(const Context& context, const DplrForward& args) {
-  check_gate(args.options.gate);
-  return run_recurrence("dplr_forward", context, common_forward(args, args.options.gate), transition_of(args.in),
-                        cpu::related_forward_list());
+  return entry_point("dplr_forward", [&] {
+    check_gate(args.options.gate);
+    return run_recurrence("dplr_forward", context, common_forward(args, args.options.gate), transition_of(args.in),
+                          cpu::related_forward_list());
+  });
 }
 
 std::string dplr_backward(const Context& context, const DplrBackward& args) {
-  check_gate(args.options.gate);
-  Transition transition = transition_of(args.in);
-  transition.d_reader = args.da;
-  transition.d_writer = args.db;
-  return run_recurrence("dplr_backward", context, common_backward(args, args.options.gate), transition,
-                        cpu::related_backward_list());
+  return entry_point("dplr_backward", [&] {
+    check_gate(args.options.gate);
+    Transition transition = transition_of(args.in);
+    transition.d_reader = args.da;
+    transition.d_writer = args.db;
+    return run_recurrence("dplr_backward", context, common_backward(args, args.options.gate), transition,
+                          cpu::related_backward_list());
+  });
 }
 
 std::vector<ImplementationInfo> dplr_implementations() { return related_implementations(); }

@@ -3,6 +3,7 @@
 
 #include "cpu/delta_rule/list.h"
 #include "ops/check.h"
+#include "ops/entry.h"
 #include "ops/recurrence.h"
 
 namespace fastweight {
@@ -29,16 +30,20 @@ void check_and_use_g_gamma(const Context& context, const GlaInputs& in, Gate gat
 }  // namespace
 
 std::string gla_forward(const Context& context, const GlaForward& args) {
-  DeltaRuleForward inner = common_forward(args, args.options.gate);
-  check_and_use_g_gamma(context, args.in, args.options.gate, inner.in);
-  return run_recurrence("gla_forward", context, inner, kTransition, cpu::related_forward_list());
+  return entry_point("gla_forward", [&] {
+    DeltaRuleForward inner = common_forward(args, args.options.gate);
+    check_and_use_g_gamma(context, args.in, args.options.gate, inner.in);
+    return run_recurrence("gla_forward", context, inner, kTransition, cpu::related_forward_list());
+  });
 }
 
 std::string gla_backward(const Context& context, const GlaBackward& args) {
-  DeltaRuleBackward inner = common_backward(args, args.options.gate);
-  check_and_use_g_gamma(context, args.in, args.options.gate, inner.in);
-  if (args.in.g_gamma.present()) check::absent("dg", args.dg, "with g_gamma");
-  return run_recurrence("gla_backward", context, inner, kTransition, cpu::related_backward_list());
+  return entry_point("gla_backward", [&] {
+    DeltaRuleBackward inner = common_backward(args, args.options.gate);
+    check_and_use_g_gamma(context, args.in, args.options.gate, inner.in);
+    if (args.in.g_gamma.present()) check::absent("dg", args.dg, "with g_gamma");
+    return run_recurrence("gla_backward", context, inner, kTransition, cpu::related_backward_list());
+  });
 }
 
 std::vector<ImplementationInfo> gla_implementations() { return related_implementations(); }

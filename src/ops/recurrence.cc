@@ -9,6 +9,7 @@
 #include "cuda/backend.h"
 #include "ops/check.h"
 #include "ops/dispatch.h"
+#include "ops/entry.h"
 #include "ops/parameters.h"
 
 namespace fastweight {
@@ -419,11 +420,13 @@ std::string describe(const Problem& problem) {
 template <class Args>
 std::string run_recurrence(const char* entry, const Context& context, const Args& args, const Transition& transition,
                            ImplementationList<Args> cpu_list, ImplementationList<Args> cuda_list) {
-  bool work = false;
-  DeltaRuleProblem<Args> problem = make_problem(context, args, transition, work);
-  // However many empty sequences there are, they cost nothing.
-  if (!work) problem.sizes.batch = problem.sizes.num_sequences = 0;
-  return dispatch(entry, context, cpu_list, problem, work, describe<DeltaRuleProblem<Args>>, cuda_list);
+  return entry_point(entry, [&] {
+    bool work = false;
+    DeltaRuleProblem<Args> problem = make_problem(context, args, transition, work);
+    // However many empty sequences there are, they cost nothing.
+    if (!work) problem.sizes.batch = problem.sizes.num_sequences = 0;
+    return dispatch(entry, context, cpu_list, problem, work, describe<DeltaRuleProblem<Args>>, cuda_list);
+  });
 }
 
 template std::string run_recurrence(const char*, const Context&, const DeltaRuleForward&, const Transition&,
@@ -434,11 +437,13 @@ template std::string run_recurrence(const char*, const Context&, const DeltaRule
                                     ImplementationList<DeltaRuleStep>, ImplementationList<DeltaRuleStep>);
 
 int64_t delta_rule_num_chunks(int64_t tokens, const TensorView& cu_seqlens, int32_t chunk_size) {
-  if (tokens < 0) invalid("tokens", "0 or more", std::to_string(tokens));
-  check::chunk_size(chunk_size);
-  check::well_formed("cu_seqlens", cu_seqlens);
-  if (cu_seqlens.present()) check::cu_seqlens(cu_seqlens, tokens);
-  return count_chunks(tokens, cu_seqlens, chunk_size);
+  return entry_point("delta_rule_num_chunks", [&] {
+    if (tokens < 0) invalid("tokens", "0 or more", std::to_string(tokens));
+    check::chunk_size(chunk_size);
+    check::well_formed("cu_seqlens", cu_seqlens);
+    if (cu_seqlens.present()) check::cu_seqlens(cu_seqlens, tokens);
+    return count_chunks(tokens, cu_seqlens, chunk_size);
+  });
 }
 
 std::vector<ImplementationInfo> related_implementations() {

@@ -8,6 +8,7 @@
 #include "cuda/short_conv/list.h"
 #include "ops/check.h"
 #include "ops/dispatch.h"
+#include "ops/entry.h"
 #include "ops/implementation.h"
 #include "ops/short_conv_problem.h"
 
@@ -201,10 +202,12 @@ using ImplementationList = std::span<const Implementation<ShortConvProblem<Args>
 template <class Args>
 std::string run(const char* entry, const Context& context, const Args& args, ImplementationList<Args> cpu_list,
                 ImplementationList<Args> cuda_list) {
-  ShortConvProblem<Args> problem = make_problem(context, args);
-  // However many empty sequences there are, they cost nothing.
-  if (!has_sequences(args)) problem.sizes.batch = problem.sizes.num_sequences = 0;
-  return dispatch(entry, context, cpu_list, problem, has_work(args), describe<ShortConvProblem<Args>>, cuda_list);
+  return entry_point(entry, [&] {
+    ShortConvProblem<Args> problem = make_problem(context, args);
+    // However many empty sequences there are, they cost nothing.
+    if (!has_sequences(args)) problem.sizes.batch = problem.sizes.num_sequences = 0;
+    return dispatch(entry, context, cpu_list, problem, has_work(args), describe<ShortConvProblem<Args>>, cuda_list);
+  });
 }
 
 }  // namespace

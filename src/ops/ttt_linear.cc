@@ -9,6 +9,7 @@
 #include "cuda/ttt_linear/list.h"
 #include "ops/check.h"
 #include "ops/dispatch.h"
+#include "ops/entry.h"
 #include "ops/implementation.h"
 #include "ops/ttt_linear_problem.h"
 
@@ -332,11 +333,13 @@ using ImplementationList = std::span<const Implementation<TttLinearProblem<Args>
 template <class Args>
 std::string run(const char* entry, const Context& context, const Args& args, ImplementationList<Args> cpu_list,
                 ImplementationList<Args> cuda_list) {
-  TttLinearProblem<Args> problem = make_problem(context, args);
-  // However many empty sequences there are, they cost nothing.
-  const bool work = has_work(args);
-  if (!work) problem.sizes.batch = problem.sizes.num_sequences = 0;
-  return dispatch(entry, context, cpu_list, problem, work, describe<TttLinearProblem<Args>>, cuda_list);
+  return entry_point(entry, [&] {
+    TttLinearProblem<Args> problem = make_problem(context, args);
+    // However many empty sequences there are, they cost nothing.
+    const bool work = has_work(args);
+    if (!work) problem.sizes.batch = problem.sizes.num_sequences = 0;
+    return dispatch(entry, context, cpu_list, problem, work, describe<TttLinearProblem<Args>>, cuda_list);
+  });
 }
 
 }  // namespace
