@@ -83,7 +83,8 @@ struct TttLinearBackward {
 // sets the sums and the count to 0. A sequence begins with everything 0, or with the final state of a forward over a
 // multiple of C tokens and the rest 0. `in.initial_state` and `in.initial_state_bias` are absent.
 //
-// All five have one entry per slot and are read and written; slots = N without state_indices. Floating ones are fp32.
+// All five have one entry per slot and are read and written; slots = N without state_indices, and with them the slots
+// that are not named are left alone, whatever they hold. Floating ones are fp32.
 struct TttLinearStep {
   TttLinearInputs in;
   TttLinearOptions options;

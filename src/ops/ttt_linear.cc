@@ -217,11 +217,14 @@ void check_rest(const TttLinearBackward& args, const TttLinearSizes& sizes) {
   check_output_bias("d_initial_state_bias", args.d_initial_state_bias, sizes.num_sequences, in, sizes);
 }
 
-// Every slot is checked, used by this call or not: all of them belong to open mini-batches of this length.
-void check_positions(const TensorView& position, int32_t mini_batch) {
-  if (position.device.type != DeviceType::kCpu) return;
-  for (int64_t slot = 0; slot < position.shape[0]; ++slot) {
-    const int64_t value = check::integer_at(position, slot);
+// Only the slots that the call uses: the others of a pool may be uninitialised.
+void check_positions(const TttLinearStep& args, int64_t num_sequences) {
+  if (args.position.device.type != DeviceType::kCpu) return;
+  const int32_t mini_batch = args.options.mini_batch;
+  for (int64_t n = 0; n < num_sequences; ++n) {
+    const int64_t slot = args.state_indices.present() ? check::integer_at(args.state_indices, n) : n;
+    if (slot < 0) continue;
+    const int64_t value = check::integer_at(args.position, slot);
     if (value >= 0 && value < mini_batch) continue;
     invalid("position", "a count from 0 to " + std::to_string(mini_batch - 1) + " in slot " + std::to_string(slot),
             std::to_string(value));
@@ -245,8 +248,8 @@ void check_rest(const TttLinearStep& args, const TttLinearSizes& sizes) {
   check_output_bias("gradient_bias", args.gradient_bias, slots, args.in, sizes);
   check::shape("position", args.position, {slots});
   check::dtype("position", args.position, {DType::kI32});
-  check_positions(args.position, args.options.mini_batch);
   if (args.state_indices.present()) check::state_indices(args.state_indices, sizes.num_sequences, slots);
+  check_positions(args, sizes.num_sequences);
 }
 
 // ---- The problem --------------------------------------------------------------------------------------------------

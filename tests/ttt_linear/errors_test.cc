@@ -365,7 +365,7 @@ std::vector<Malformed> malformed_outputs() {
       {"position broadcast", "position", [](Call& c) { c.position.strides[0] = 0; }, kStep},
       {"position negative", "position",
        [](Call& c) {
-         c.position = c.positions({0, -1, 0, 0, 0});
+         c.position = c.positions({-1, 0, 0, 0, 0});
        },
        kStep},
       {"position of a full mini-batch", "position",
@@ -435,12 +435,12 @@ TEST(TttLinearErrors, Options) { expect_invalid(malformed_options()); }
 TEST(TttLinearErrors, Contexts) { expect_invalid(malformed_contexts()); }
 TEST(TttLinearErrors, Outputs) { expect_invalid(malformed_outputs()); }
 
-void expect_message(const Call& call, const char* message) {
+void expect_message(const Call& call, const std::string& message) {
   try {
     call.run();
     FAIL();
   } catch (const Error& error) {
-    EXPECT_STREQ(error.what(), message);
+    EXPECT_EQ(error.what(), message);
   }
 }
 
@@ -449,8 +449,23 @@ TEST(TttLinearErrors, MessagesShowBothSides) {
   call.in.k = call.input(DType::kF32, {2, 5, 3, 4});
   expect_message(call, "k: expected shape [2, 5, 3, 8], got [2, 5, 3, 4]");
   Call step(kStep, false);
-  step.position = step.positions({0, 0, 16, 0, 0});
-  expect_message(step, "position: expected a count from 0 to 15 in slot 2, got 16");
+  step.position = step.positions({0, 0, 0, 16, 0});
+  expect_message(step, "position: expected a count from 0 to 15 in slot 3, got 16");
+}
+
+// Without indices every slot belongs to a sequence.
+TEST(TttLinearErrors, PositionsWithoutIndices) {
+  for (size_t slot = 0; slot < 2; ++slot) {
+    Call call(kStep, false);
+    for (TensorView* x : {&call.state, &call.state_bias, &call.gradient, &call.gradient_bias}) x->shape[0] = call.N;
+    std::vector<double> counts{0, 15};
+    call.position = call.positions(counts);
+    call.state_indices = {};
+    EXPECT_NO_THROW(call.run());
+    counts[slot] = 16;
+    call.position = call.positions(counts);
+    expect_message(call, "position: expected a count from 0 to 15 in slot " + std::to_string(slot) + ", got 16");
+  }
 }
 
 TEST(TttLinearErrors, OutOfMemory) {

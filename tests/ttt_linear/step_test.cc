@@ -117,7 +117,8 @@ TEST(Step, StateIndices) {
       TttLinearOpen pool = support::opened(draw(pool_spec, 70));
       pool.gradient = draw(pool_spec, 71).initial_state;
       pool.gradient_bias = draw(pool_spec, 71).initial_state_bias;
-      pool.position = Tensor(DType::kI32, {kSlots}, std::vector<double>{3, 14, 15, 1, 0, 2});
+      // Slots 1, 3 and 5 are free, and hold no counts.
+      pool.position = Tensor(DType::kI32, {kSlots}, std::vector<double>{3, -1, 15, 16, 0, 1e9});
       const Tensor indices(index_type, {kSequences}, slots);
 
       for (const std::string& name : implementations("step")) {
