@@ -105,8 +105,8 @@ struct WyBackward {
 
 // y = x rstd over the last axis,  rstd = 1 / sqrt(sum x^2 + eps)
 struct L2NormForward {
-  TensorView x;  // [.., D], two to five axes
-  double eps = 1e-6;
+  TensorView x;       // [.., D], two to five axes
+  double eps = 1e-6;  // at least 2^-126
 
   TensorView y;     // like x; x's type or fp32
   TensorView rstd;  // x's shape without the last axis, fp32; optional

@@ -247,7 +247,7 @@ typedef struct fw_dplr_backward_args {
 typedef struct fw_ttt_linear_options {
   size_t struct_size;
   double scale; /* FW_UNSET: D^-0.5 */
-  double eps;
+  double eps;   /* at least 2^-126 */
   int32_t mini_batch;
 } fw_ttt_linear_options;
 
@@ -398,8 +398,8 @@ typedef struct fw_wy_backward_args {
 
 typedef struct fw_l2norm_forward_args {
   size_t struct_size;
-  fw_tensor x; /* [.., D] */
-  double eps;
+  fw_tensor x;    /* [.., D] */
+  double eps;     /* at least 2^-126 */
   fw_tensor y;    /* like x */
   fw_tensor rstd; /* [..]; optional */
 } fw_l2norm_forward_args;

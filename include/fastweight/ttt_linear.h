@@ -36,7 +36,7 @@ struct TttLinearOptions {
 
   double scale = kUnset;    // above 0; kUnset: D^-0.5
   int32_t mini_batch = 16;  // C: 16, 32 or 64
-  double eps = 1e-6;        // above 0; LN divides by sqrt(variance + eps)
+  double eps = 1e-6;        // at least 2^-126; LN divides by sqrt(variance + eps)
 };
 
 // The tensors that every entry point reads. Inputs may have any strides. q, k and v share one type (fp32, bf16, fp16,

@@ -307,7 +307,7 @@ Shape check_norm_rows(const char* name, const TensorView& view) {
 }
 
 BlockSizes check_block(const L2NormForward& args) {
-  if (!(std::isfinite(args.eps) && args.eps > 0)) invalid("eps", "a finite number above 0", check::text(args.eps));
+  check::eps(args.eps);
   const Shape numbers = check_norm_rows("x", args.x);
   check_output_like("y", args.y, "x", args.x);
   if (args.rstd.present()) {

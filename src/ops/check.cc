@@ -1,7 +1,9 @@
 #include "ops/check.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <limits>
 #include <vector>
 
 #include "fastweight/error.h"
@@ -212,6 +214,11 @@ void in_range(const char* name, int64_t value, int64_t low, int64_t high) {
 
 void chunk_size(int64_t value) {
   if (value != 16 && value != 32 && value != 64) invalid("chunk_size", "16, 32 or 64", std::to_string(value));
+}
+
+void eps(double value) {
+  if (std::isfinite(value) && value >= double{std::numeric_limits<float>::min()}) return;
+  invalid("eps", "a finite number above 0 and normal in fp32 (at least 2^-126)", text(value));
 }
 
 void parameter(const char* name, const TensorView& view, int64_t count) {

@@ -78,14 +78,14 @@ std::vector<Argument> arguments_of(const Args& args) {
 // ---- Checks, one function per concern -----------------------------------------------------------------------------
 
 void check_options(const TttLinearOptions& options) {
-  const double scale = options.scale, eps = options.eps;
+  const double scale = options.scale;
   if (scale != TttLinearOptions::kUnset && !(std::isfinite(scale) && scale > 0)) {
     invalid("scale", "a finite number above 0", check::text(scale));
   }
   if (options.mini_batch != 16 && options.mini_batch != 32 && options.mini_batch != 64) {
     invalid("mini_batch", "16, 32 or 64", std::to_string(options.mini_batch));
   }
-  if (!(std::isfinite(eps) && eps > 0)) invalid("eps", "a finite number above 0", check::text(eps));
+  check::eps(options.eps);
 }
 
 // Sets B, T, H and D.

@@ -7,6 +7,7 @@
 #include <functional>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fastweight/fastweight.h"
@@ -252,11 +253,13 @@ TEST_F(BlockMessages, Wy) {
 }
 
 TEST_F(BlockMessages, L2Norm) {
-  expect_error(
-      [&] {
-        l2norm_forward(context, {gates.view(), 0, y.view(), {}});
-      },
-      "eps: expected a finite number above 0, got 0");
+  for (const auto& [eps, text] : {std::pair(0.0, "0"), std::pair(1e-39, "1e-39"), std::pair(1e-50, "1e-50")}) {
+    expect_error(
+        [&] {
+          l2norm_forward(context, {gates.view(), eps, y.view(), {}});
+        },
+        std::string("eps: expected a finite number above 0 and normal in fp32 (at least 2^-126), got ") + text);
+  }
   const Tensor flat = make({B});
   expect_error(
       [&] {
@@ -279,6 +282,16 @@ TEST_F(BlockMessages, L2Norm) {
         l2norm_backward(context, {gates.view(), {}, beta.view(), y.view()});
       },
       "rstd: expected a tensor, got none");
+}
+
+// The smallest eps is one in fp32, too: a row of zeros stays one.
+TEST(BlockValid, SmallestEps) {
+  for (const std::string& name : implementations(Block::kL2Norm, "forward")) {
+    const Tensor x(DType::kF32, {3, 20});
+    Tensor y = support::poisoned(DType::kF32, {3, 20});
+    l2norm_forward(context_for(name), {x.view(), std::numeric_limits<float>::min(), y.view(), {}});
+    for (double value : y.values()) EXPECT_EQ(value, 0) << name;
+  }
 }
 
 TEST_F(BlockMessages, GateActivation) {

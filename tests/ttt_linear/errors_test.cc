@@ -2,6 +2,7 @@
 // unusual calls that are valid.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -268,6 +269,8 @@ std::vector<Malformed> malformed_options() {
       {"eps inf", "eps", eps(kInfinity)},
       {"eps 0", "eps", eps(0)},
       {"eps negative", "eps", eps(-1e-6)},
+      {"eps 0 in fp32", "eps", eps(1e-50)},
+      {"eps subnormal in fp32", "eps", eps(1e-39)},
       {"mini-batch 0", "mini_batch", mini_batch(0)},
       {"mini-batch 8", "mini_batch", mini_batch(8)},
       {"mini-batch 48", "mini_batch", mini_batch(48)},
@@ -497,6 +500,16 @@ void expect_valid(const std::string& name, int modes, bool packed, const std::fu
 TEST(TttLinearValid, Unchanged) {
   expect_valid("dense", kAllModes, false, [](Call&) {});
   expect_valid("packed", kAllModes, true, [](Call&) {});
+}
+
+// The smallest eps is one in fp32, too: rows without variance have an LN of 0.
+TEST(TttLinearValid, SmallestEps) {
+  Call call(kForward, false);
+  call.options.eps = std::numeric_limits<float>::min();
+  EXPECT_NO_THROW(call.run());
+  for (const std::vector<double>& values : call.output_values()) {
+    for (double value : values) EXPECT_TRUE(std::isfinite(value));
+  }
 }
 
 TEST(TttLinearValid, EmptyProblems) {
