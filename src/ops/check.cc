@@ -356,12 +356,13 @@ void memory(std::span<const Argument> arguments) {
   for (const Argument& output : arguments) {
     if (!output.written) continue;
     if (!has_distinct_elements(*output.view)) {
-      invalid(output.name, "elements that do not share memory",
+      invalid(output.name, "strides that step over the axes with smaller ones",
               "shape " + shape_text(*output.view) + " with strides " + strides_text(*output.view));
     }
     for (const Argument& other : arguments) {
       if (&other == &output || are_apart(*output.view, *other.view)) continue;
-      invalid(output.name, std::string("memory apart from ") + other.name, "an overlap");
+      invalid(output.name, std::string("memory apart from ") + other.name + ", or another slice of its rows",
+              "an overlap of their address ranges");
     }
   }
 }

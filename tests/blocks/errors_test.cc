@@ -151,8 +151,14 @@ TEST_F(BlockMessages, ChunkLocalCumsum) {
   expect_error([&] { chunk_local_cumsum(context, args); }, "y: expected a tensor, got none");
   args.y = a.view();
   expect_error([&] { chunk_local_cumsum(context, args); }, "y: expected shape [2, 20, 4], got [2, 20, 4, 16]");
+  args.y = y.view();
+  args.y.strides = {80, 2, 3};
+  expect_error(
+      [&] { chunk_local_cumsum(context, args); },
+      "y: expected strides that step over the axes with smaller ones, got shape [2, 20, 4] with strides [80, 2, 3]");
   args.y = gates.view();
-  expect_error([&] { chunk_local_cumsum(context, args); }, "y: expected memory apart from x, got an overlap");
+  expect_error([&] { chunk_local_cumsum(context, args); },
+               "y: expected memory apart from x, or another slice of its rows, got an overlap of their address ranges");
   args.x = {};
   expect_error([&] { chunk_local_cumsum(context, args); }, "x: expected a tensor, got none");
   Tensor flat = make({B, T});

@@ -19,7 +19,10 @@ TEST(DistinctElements, StridesDecide) {
   EXPECT_FALSE(check::has_distinct_elements(view));
   view.strides = {12, 3, 1};
   EXPECT_FALSE(check::has_distinct_elements(view));
-  view.shape[1] = 1;  // the stride of a single row is not used
+  view.shape = {2, 1, 3};  // apart, but interleaved: refused
+  view.strides = {3, 1, 2};
+  EXPECT_FALSE(check::has_distinct_elements(view));
+  view.shape = {2, 1, 4};  // the stride of a single row is not used
   view.strides = {4, 0, 1};
   EXPECT_TRUE(check::has_distinct_elements(view));
   view.shape[2] = 0;

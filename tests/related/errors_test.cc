@@ -82,7 +82,7 @@ std::vector<Malformed> malformed() {
        [](Call& c) { c.out.o = {}; },
        {std::begin(kRelatedOps), std::end(kRelatedOps)},
        kForward},
-      {"dq: expected memory apart from dk, got an overlap",
+      {"dq: expected memory apart from dk, or another slice of its rows, got an overlap of their address ranges",
        [](Call& c) { c.out.dk.data = c.out.dq.data; },
        {std::begin(kRelatedOps), std::end(kRelatedOps)},
        kBackward},
@@ -136,8 +136,8 @@ std::vector<Malformed> malformed() {
       {"b: expected a tensor, got none", [](Call& c) { c.in.b = {}; }, low_rank},
       {"a: expected shape [2, 5, 2, 8], got [2, 5, 2, 7]", [](Call& c) { c.in.a.shape[3] = 7; }, low_rank},
       {"b: expected type fp32, got bf16", [](Call& c) { c.in.b.dtype = DType::kBF16; }, low_rank},
-      {"da: expected memory apart from b, got an overlap", [](Call& c) { c.out.da.data = c.in.b.data; }, low_rank,
-       kBackward},
+      {"da: expected memory apart from b, or another slice of its rows, got an overlap of their address ranges",
+       [](Call& c) { c.out.da.data = c.in.b.data; }, low_rank, kBackward},
       {"db: expected type fp32, got bf16", [](Call& c) { c.out.db.dtype = DType::kBF16; }, low_rank, kBackward},
   };
 }
