@@ -51,7 +51,8 @@ struct ScaledDotKktForward {
   TensorView a;  // [B, T, HV, C] fp32
 };
 
-// Every output is optional, and has the shape of its input and that input's type, or fp32.
+// Every output is optional, and absent where its input is; each has the shape of its input and that input's type, or
+// fp32.
 struct ScaledDotKktBackward {
   ScaledDotKktInputs in;
   TensorView da;  // [B, T, HV, C]
@@ -144,8 +145,8 @@ struct GateActivationForward {
   TensorView g;  // like x; x's type or fp32
 };
 
-// Every output is optional, and has the shape of its input and that input's type, or fp32. The sums over tokens are
-// made in fp64, of gradients that have not been rounded to dx's type.
+// Every output is optional, and absent where its input is; each has the shape of its input and that input's type, or
+// fp32. The sums over tokens are made in fp64, of gradients that have not been rounded to dx's type.
 struct GateActivationBackward {
   GateActivationInputs in;
   GateActivationOptions options;

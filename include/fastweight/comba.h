@@ -54,18 +54,18 @@ struct CombaForward {
   TensorView chunk_states;  // [B, NT, H, K, V], the state before every chunk; optional. fp32, or k's type
 };
 
-// Gradients of a loss whose gradient with respect to o and the final state is given. Every output is optional; each has
-// the shape of its input and that input's type, or fp32.
+// Gradients of a loss whose gradient with respect to o and the final state is given. Every output is optional,
+// and absent where its input is; each has the shape of its input and that input's type, or fp32.
 struct CombaBackward {
   CombaInputs in;
   CombaOptions options;
 
-  TensorView d_o;            // [B, T, H, V]; absent: 0
+  TensorView d_o;            // [B, T, H, V], q's type or fp32; absent: 0
   TensorView d_final_state;  // [N, H, K, V]; absent: 0
   TensorView chunk_states;   // the forward's, in fp32: saves recomputing the states. Absent: they are recomputed
 
   TensorView dq, dk, dv, dp, dg, dbeta;
-  TensorView d_initial_state;  // [N, H, K, V] fp32
+  TensorView d_initial_state;  // [N, H, K, V] fp32; with initial_state only
 };
 
 // Each returns the name of the implementation that ran.

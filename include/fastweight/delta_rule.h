@@ -71,18 +71,18 @@ struct DeltaRuleForward {
                             // cu_seqlens on CUDA any NT up to delta_rule_num_chunks; chunks from NT on are not written
 };
 
-// Gradients of a loss whose gradient with respect to o and the final state is given. Every output is optional; each has
-// the shape of its input and that input's type, or fp32.
+// Gradients of a loss whose gradient with respect to o and the final state is given. Every output is optional,
+// and absent where its input is; each has the shape of its input and that input's type, or fp32.
 struct DeltaRuleBackward {
   DeltaRuleInputs in;
   DeltaRuleOptions options;
 
-  TensorView d_o;            // [B, T, HV, V]; absent: 0
+  TensorView d_o;            // [B, T, HV, V], q's type or fp32; absent: 0
   TensorView d_final_state;  // [N, HV, K, V]; absent: 0
   TensorView chunk_states;   // the forward's, in fp32: saves recomputing the states. Absent: they are recomputed
 
   TensorView dq, dk, dv, dg, dbeta, da_log, ddt_bias;
-  TensorView d_initial_state;  // [N, HV, K, V] fp32
+  TensorView d_initial_state;  // [N, HV, K, V] fp32; with initial_state only
 };
 
 // Decoding: T tokens per sequence advance states in place. `in.initial_state` is absent.

@@ -47,12 +47,13 @@ struct ShortConvForward {
 };
 
 // Gradients of a loss whose gradient with respect to y and the final state is given; the gradient of the residual is dy
-// itself. Every output is optional; each has the shape of its input and that input's type, or fp32.
+// itself. Every output is optional, and absent where its input is; each has the shape of its input and that input's
+// type, or fp32.
 struct ShortConvBackward {
   ShortConvInputs in;
   ShortConvOptions options;
 
-  TensorView dy;             // [B, T, D]; absent: 0
+  TensorView dy;             // [B, T, D], x's type or fp32; absent: 0
   TensorView d_final_state;  // [N, D, W]; absent: 0
 
   TensorView dx, dw, dbias, d_initial_state;

@@ -62,19 +62,19 @@ struct TttLinearForward {
   TensorView final_state_bias;  // [N, H, 1, D] fp32; optional
 };
 
-// Gradients of a loss whose gradient with respect to o and the final state is given. Every output is optional; each has
-// the shape of its input and that input's type, or fp32.
+// Gradients of a loss whose gradient with respect to o and the final state is given. Every output is optional,
+// and absent where its input is; each has the shape of its input and that input's type, or fp32.
 struct TttLinearBackward {
   TttLinearInputs in;
   TttLinearOptions options;
 
-  TensorView d_o;                 // [B, T, H, D]; absent: 0
+  TensorView d_o;                 // [B, T, H, D], q's type or fp32; absent: 0
   TensorView d_final_state;       // [N, H, D, D]; absent: 0
   TensorView d_final_state_bias;  // [N, H, 1, D]; absent: 0
 
   TensorView dq, dk, dv, dw, db, deta;
-  TensorView d_initial_state;       // [N, H, D, D] fp32
-  TensorView d_initial_state_bias;  // [N, H, 1, D] fp32
+  TensorView d_initial_state;       // [N, H, D, D] fp32; with initial_state only
+  TensorView d_initial_state_bias;  // [N, H, 1, D] fp32; with initial_state_bias only
 };
 
 // Decoding: T tokens per sequence advance what is kept of it in place. Besides the state at the start of the open
