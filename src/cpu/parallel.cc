@@ -10,9 +10,9 @@
 #include <cfenv>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 
 namespace fastweight::cpu {
@@ -167,8 +167,8 @@ class Pool {
         std::thread([this, worker = workers_ + 1] { work(worker); }).detach();
         ++workers_;
       }
-    } catch (const std::system_error&) {
-      // No more threads to be had: the caller and the workers there are share the items.
+    } catch (const std::exception&) {
+      // No more threads to be had, or no memory for one: the caller and the workers there are share the items.
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     // With more threads than cores a spinning one only holds up the others.
