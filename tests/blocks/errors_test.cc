@@ -259,12 +259,12 @@ TEST_F(BlockMessages, Wy) {
 }
 
 TEST_F(BlockMessages, L2Norm) {
-  for (const auto& [eps, text] : {std::pair(0.0, "0"), std::pair(1e-39, "1e-39"), std::pair(1e-50, "1e-50")}) {
+  for (const auto& eps : {std::pair(0.0, "0"), std::pair(1e-39, "1e-39"), std::pair(1e-50, "1e-50")}) {
     expect_error(
         [&] {
-          l2norm_forward(context, {gates.view(), eps, y.view(), {}});
+          l2norm_forward(context, {gates.view(), eps.first, y.view(), {}});
         },
-        std::string("eps: expected a finite number above 0 and normal in fp32 (at least 2^-126), got ") + text);
+        std::string("eps: expected a finite number above 0 and normal in fp32 (at least 2^-126), got ") + eps.second);
   }
   const Tensor flat = make({B});
   expect_error(
