@@ -23,8 +23,9 @@ constexpr int kTileRows = 6;
 #endif
 
 // A tile of two vectors takes about kTileRows cycles per step. At this pace a block's rows are on their way well before
-// its products end (K = V = 128: 560 of 512 lines forward, 1120 of 896 backward), and the miss buffers are never full.
-constexpr int64_t kDepthPerLine = 16;
+// its products end (K = V = 128: 560 of 512 lines forward, 1120 of 896 backward; AVX-512 has a quarter of the steps),
+// and the miss buffers are never full.
+constexpr int64_t kDepthPerLine = kTileRows == 12 ? 4 : 16;
 
 template <int kRows, int kVecs, class Left, Start kStart>
 HWY_INLINE void product_tile(const Product& p, int64_t row, int64_t column) {
