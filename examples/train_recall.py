@@ -10,6 +10,7 @@ Needs PyTorch, matplotlib and tqdm.
 """
 
 import argparse
+import sys
 import time
 
 import torch
@@ -77,7 +78,9 @@ def train(model: Model, seconds: float) -> list[tuple[float, float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     history = []
     begin = last = time.perf_counter()
-    with tqdm(total=round(seconds), unit="s", bar_format="{l_bar}{bar}| {n:.0f}/{total:.0f} s{postfix}") as bar:
+    shape = "{l_bar}{bar}| {n:.0f}/{total:.0f} s{postfix}"
+    interval = 0.1 if sys.stderr.isatty() else 10  # a log is not a terminal
+    with tqdm(total=round(seconds), unit="s", bar_format=shape, mininterval=interval) as bar:
         while last - begin < seconds:
             knows_short_ones = len(history) > 30 and sum(r for _, r in history[-30:]) > 0.9 * 30
             pairs = PAIRS if knows_short_ones else PAIRS >> (2 - len(history) % 3)
@@ -93,9 +96,9 @@ def train(model: Model, seconds: float) -> list[tuple[float, float]]:
             recall = (logits.argmax(-1) == wanted).float().mean()
             history.append((loss.item(), recall.item()))
             now = time.perf_counter()
+            bar.set_postfix_str(f"step {len(history)}, loss {loss:.3f}, recall {recall:.0%}", refresh=False)
             bar.update(min(now - last, seconds - (last - begin)))
             last = now
-            bar.set_postfix_str(f"step {len(history)}, loss {loss:.3f}, recall {recall:.0%}")
             if len(history) >= 50 and min(r for _, r in history[-50:]) > 0.995:
                 break
     return history
