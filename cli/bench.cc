@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "cli/bench_cuda.h"
+#include "cli/bench_memory.h"
 #include "cli/bench_problem.h"
 #include "cli/bench_record.h"
 #include "cli/commands.h"

@@ -36,6 +36,10 @@ struct BenchChoice {
 
 inline constexpr int64_t kBlockChunk = 64;  // C of the building blocks
 
+// Drawing gaussians for every token of a long sequence would take longer than the bench; a few hundred tokens are drawn
+// and repeated.
+inline constexpr int64_t kDrawnTokens = 256;
+
 // Forward: o and the final state, from no initial state (TTT-linear: from a random one). Backward: every gradient of
 // the inputs, from d_o. Step: one token for each of B states. Gates are precomputed, keys have unit norm, gates, beta,
 // eta and the parameters of norms are fp32. Short convolution: H K channels of width 4, silu, no bias and residual.
@@ -65,9 +69,6 @@ class BenchProblem {
   // not outlive this one.
   virtual std::unique_ptr<BenchProblem> on_device(Device) const { return nullptr; }
 };
-
-// Of the tensors that the problem holds in the host's memory, with those that are drawn and repeated to make them.
-double tensor_bytes(const BenchChoice& choice);
 
 std::unique_ptr<BenchProblem> make_bench_problem(const BenchChoice& choice);
 
