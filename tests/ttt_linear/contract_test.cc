@@ -51,7 +51,7 @@ TEST(Contract, SameBitsBeforeWhatIsNotANumber) {
   constexpr int64_t kTokens = 75;
   for (const TttLinearSpec& spec : specs(kTokens)) {
     const TttLinearCase problem = draw(spec, 86);
-    for (int64_t token : first<int64_t>({25, 47, 16, 72}, 2)) {
+    for (int64_t token : first<int64_t>({25, 72, 47, 16}, 2)) {
       expect_not_reached(problem, {&TttLinearCase::q, &TttLinearCase::k, &TttLinearCase::v, &TttLinearCase::eta}, token,
                          0, token, implementations("forward"), "forward", kRunForward);
       expect_not_reached(problem, {&TttLinearCase::d_o}, token, token + 1, kTokens, implementations("backward"),
