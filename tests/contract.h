@@ -64,7 +64,7 @@ Results share_of(const Results& results, const Spec& spec, int64_t n) {
 }
 
 // run(problem, context) of `mode` gives the same for every number of threads, which on a device means: again. The
-// problem has to be large enough for more than one (cpu/work.h).
+// problem has to be large enough for more than one (cpu/partition.h).
 template <class Case, class Run>
 void expect_same_for_every_thread_count(const Case& problem, const std::vector<std::string>& names,
                                         const std::string& mode, const Run& run) {

@@ -4,10 +4,10 @@
 
 #include <string>
 
+#include "core/check.h"
 #include "fastweight/c_api.h"
 #include "fastweight/context.h"
 #include "fastweight/tensor.h"
-#include "ops/check.h"
 
 namespace fastweight::capi {
 

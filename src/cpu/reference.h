@@ -8,11 +8,11 @@
 #include <initializer_list>
 #include <vector>
 
+#include "core/sequences.h"
+#include "core/workspace.h"
 #include "cpu/parallel.h"
 #include "cpu/scalar_types.h"
 #include "fastweight/tensor.h"
-#include "ops/sequences.h"
-#include "ops/workspace.h"
 
 namespace fastweight::cpu {
 
@@ -67,7 +67,7 @@ inline double softplus(double x) { return x > 20 ? x : std::log1p(std::exp(x)); 
 
 // The loop ----------------------------------------------------------------------------------------------------------
 
-// Gives every thread its own copy of what `layout(carver)` describes and runs body(sequence, head, scratch).
+// Gives every thread its own copy of what `layout` describes and runs body(sequence, head, scratch).
 template <class Layout, class Body>
 void for_each_item(int64_t heads, const std::vector<Sequence>& sequences, const Context& context, const Layout& layout,
                    const Body& body) {
@@ -75,13 +75,13 @@ void for_each_item(int64_t heads, const std::vector<Sequence>& sequences, const 
   if (items == 0) return;
   const int threads = static_cast<int>(std::min<int64_t>(num_threads(context), items));
 
-  Carver measure;
+  ScratchLayout measure;
   layout(measure);
   const size_t bytes = measure.bytes();
   const Workspace workspace(context, bytes * static_cast<size_t>(threads));
   parallel_for(items, threads, [&](int64_t item, int thread) {
-    Carver carver(static_cast<std::byte*>(workspace.data()) + bytes * static_cast<size_t>(thread));
-    body(sequences[static_cast<size_t>(item / heads)], item % heads, layout(carver));
+    ScratchLayout own(static_cast<std::byte*>(workspace.data()) + bytes * static_cast<size_t>(thread));
+    body(sequences[static_cast<size_t>(item / heads)], item % heads, layout(own));
   });
 }
 

@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
+#include "core/check.h"
 #include "fastweight/context.h"
 #include "fastweight/info.h"
 #include "fastweight/tensor.h"
-#include "ops/check.h"
 
 namespace fastweight::cuda {
 

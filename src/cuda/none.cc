@@ -1,9 +1,9 @@
 // The CUDA backend of a build without CUDA: no device, no implementation.
 #include "cuda/backend.h"
-#include "cuda/blocks/list.h"
-#include "cuda/delta_rule/list.h"
-#include "cuda/short_conv/list.h"
-#include "cuda/ttt_linear/list.h"
+#include "cuda/blocks/registry.h"
+#include "cuda/delta_rule/registry.h"
+#include "cuda/short_conv/registry.h"
+#include "cuda/ttt_linear/registry.h"
 
 namespace fastweight::cuda {
 

@@ -6,13 +6,13 @@
 #include <span>
 #include <vector>
 
-#include "cpu/blocks/list.h"
-#include "cuda/blocks/list.h"
-#include "ops/blocks_problem.h"
-#include "ops/check.h"
+#include "core/blocks_problem.h"
+#include "core/check.h"
+#include "core/parameters.h"
+#include "cpu/blocks/registry.h"
+#include "cuda/blocks/registry.h"
 #include "ops/dispatch.h"
 #include "ops/entry.h"
-#include "ops/parameters.h"
 
 namespace fastweight {
 namespace {

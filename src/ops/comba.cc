@@ -1,7 +1,7 @@
 // The entry points of Comba.
 #include "fastweight/comba.h"
 
-#include "cpu/delta_rule/list.h"
+#include "cpu/delta_rule/registry.h"
 #include "ops/recurrence.h"
 
 namespace fastweight {

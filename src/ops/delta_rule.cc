@@ -1,8 +1,8 @@
 // The entry points of the delta-rule family.
 #include "fastweight/delta_rule.h"
 
-#include "cpu/delta_rule/list.h"
-#include "cuda/delta_rule/list.h"
+#include "cpu/delta_rule/registry.h"
+#include "cuda/delta_rule/registry.h"
 #include "ops/dispatch.h"
 #include "ops/recurrence.h"
 

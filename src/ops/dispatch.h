@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
+#include "core/check.h"
+#include "core/implementation.h"
 #include "cuda/backend.h"
 #include "fastweight/error.h"
 #include "fastweight/info.h"
-#include "ops/check.h"
-#include "ops/implementation.h"
 
 namespace fastweight {
 

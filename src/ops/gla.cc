@@ -1,8 +1,8 @@
 // The entry points of gated linear attention.
 #include "fastweight/gla.h"
 
-#include "cpu/delta_rule/list.h"
-#include "ops/check.h"
+#include "core/check.h"
+#include "cpu/delta_rule/registry.h"
 #include "ops/entry.h"
 #include "ops/recurrence.h"
 

@@ -5,12 +5,12 @@
 #include <cmath>
 #include <vector>
 
-#include "cpu/delta_rule/list.h"
+#include "core/check.h"
+#include "core/parameters.h"
+#include "cpu/delta_rule/registry.h"
 #include "cuda/backend.h"
-#include "ops/check.h"
 #include "ops/dispatch.h"
 #include "ops/entry.h"
-#include "ops/parameters.h"
 
 namespace fastweight {
 namespace {

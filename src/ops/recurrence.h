@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "core/delta_rule_problem.h"
+#include "core/implementation.h"
 #include "fastweight/context.h"
 #include "fastweight/info.h"
-#include "ops/delta_rule_problem.h"
-#include "ops/implementation.h"
 
 namespace fastweight {
 

@@ -4,13 +4,13 @@
 #include <span>
 #include <vector>
 
-#include "cpu/short_conv/list.h"
-#include "cuda/short_conv/list.h"
-#include "ops/check.h"
+#include "core/check.h"
+#include "core/implementation.h"
+#include "core/short_conv_problem.h"
+#include "cpu/short_conv/registry.h"
+#include "cuda/short_conv/registry.h"
 #include "ops/dispatch.h"
 #include "ops/entry.h"
-#include "ops/implementation.h"
-#include "ops/short_conv_problem.h"
 
 namespace fastweight {
 namespace {

@@ -5,13 +5,13 @@
 #include <span>
 #include <vector>
 
-#include "cpu/ttt_linear/list.h"
-#include "cuda/ttt_linear/list.h"
-#include "ops/check.h"
+#include "core/check.h"
+#include "core/implementation.h"
+#include "core/ttt_linear_problem.h"
+#include "cpu/ttt_linear/registry.h"
+#include "cuda/ttt_linear/registry.h"
 #include "ops/dispatch.h"
 #include "ops/entry.h"
-#include "ops/implementation.h"
-#include "ops/ttt_linear_problem.h"
 
 namespace fastweight {
 namespace {

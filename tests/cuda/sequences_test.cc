@@ -6,7 +6,7 @@
 #include <numeric>
 #include <vector>
 
-#include "ops/sequences.h"
+#include "core/sequences.h"
 #include "tests/testing.h"
 
 namespace fastweight::cuda {

@@ -1,4 +1,4 @@
-#include "ops/check.h"
+#include "core/check.h"
 
 #include <gtest/gtest.h>
 

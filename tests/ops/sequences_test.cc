@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/sequences.h"
 #include "fastweight/delta_rule.h"
-#include "ops/sequences.h"
 
 namespace fastweight {
 namespace {

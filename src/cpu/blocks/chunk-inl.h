@@ -10,13 +10,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/blocks_problem.h"
+#include "core/workspace.h"
 #include "cpu/blocks/chunks.h"
 #include "cpu/denormals.h"
 #include "cpu/parallel.h"
+#include "cpu/partition.h"
 #include "cpu/token_rows-inl.h"
-#include "cpu/work.h"
-#include "ops/blocks_problem.h"
-#include "ops/workspace.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fastweight::cpu::HWY_NAMESPACE {
@@ -28,22 +28,22 @@ using cpu::blocks::kRowsPerItem;
 
 HWY_INLINE int64_t padded_width(int64_t width) { return round_up(width, kRowMultiple); }
 
-// body(item, scratch) for every item. `shape` knows its sizes; its carve(carver) lays out the scratch memory of a
+// body(item, scratch) for every item. `shape` knows its sizes; its lay_out(layout) lays out the scratch memory of a
 // thread.
 template <class Scratch, class Body>
 HWY_INLINE void for_each_item(int64_t items, int64_t multiply_adds, const Context& context, const Scratch& shape,
                               Body body) {
   if (items == 0) return;
   const int threads = useful_threads(num_threads(context), items, multiply_adds);
-  Carver measure;
-  Scratch(shape).carve(measure);
+  ScratchLayout measure;
+  Scratch(shape).lay_out(measure);
   const size_t bytes = measure.bytes();
   const Workspace workspace(context, bytes * static_cast<size_t>(threads));
   const FlushDenormals flush;
   parallel_for(items, threads, [&](int64_t item, int thread) HWY_ATTR {
-    Carver carver(static_cast<char*>(workspace.data()) + bytes * static_cast<size_t>(thread));
+    ScratchLayout layout(static_cast<char*>(workspace.data()) + bytes * static_cast<size_t>(thread));
     Scratch scratch = shape;
-    scratch.carve(carver);
+    scratch.lay_out(layout);
     body(item, scratch);
   });
 }

@@ -1,5 +1,5 @@
 // Chunk-local sums of rows:  y_i = y_{i-1} + x_i, from the first token of a chunk, or from the last in reverse.
-#include "cpu/blocks/implementations.h"
+#include "cpu/blocks/kernels.h"
 #include "cpu/simd/targets.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -19,9 +19,9 @@ struct CumsumScratch {
   float* row = nullptr;  // [ld]
   float* sum = nullptr;  // [heads][ld]
 
-  void carve(Carver& carver) {
-    row = carver.take<float>(ld);
-    sum = carver.take<float>(heads * ld);
+  void lay_out(ScratchLayout& layout) {
+    row = layout.take<float>(ld);
+    sum = layout.take<float>(heads * ld);
   }
 };
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/sequences.h"
 #include "fastweight/tensor.h"
-#include "ops/sequences.h"
 
 namespace fastweight::cpu::blocks {
 

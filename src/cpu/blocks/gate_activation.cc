@@ -5,7 +5,7 @@
 // cut depends on the lengths of the sequences alone.
 #include <vector>
 
-#include "cpu/blocks/implementations.h"
+#include "cpu/blocks/kernels.h"
 #include "cpu/simd/targets.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -33,9 +33,9 @@ struct GateScratch {
   float* x = nullptr;     // [ld]
   float* dx = nullptr;    // [ld]
 
-  void carve(Carver& carver) {
-    for (float** rows : {&a, &bias, &sum}) *rows = carver.take<float>(heads * ld);
-    for (float** row : {&x, &dx}) *row = carver.take<float>(ld);
+  void lay_out(ScratchLayout& layout) {
+    for (float** rows : {&a, &bias, &sum}) *rows = layout.take<float>(heads * ld);
+    for (float** row : {&x, &dx}) *row = layout.take<float>(ld);
   }
 };
 

@@ -1,7 +1,7 @@
 // The l2 norm of rows and its adjoint.
 #include <vector>
 
-#include "cpu/blocks/implementations.h"
+#include "cpu/blocks/kernels.h"
 #include "cpu/simd/targets.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -22,9 +22,9 @@ struct NormScratch {
   float* x = nullptr;   // [ld]
   float* dy = nullptr;  // [ld]
 
-  void carve(Carver& carver) {
-    x = carver.take<float>(ld);
-    dy = carver.take<float>(ld);
+  void lay_out(ScratchLayout& layout) {
+    x = layout.take<float>(ld);
+    dy = layout.take<float>(ld);
   }
 };
 

@@ -9,10 +9,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/workspace.h"
 #include "cpu/blocks/chunks.h"
-#include "cpu/blocks/implementations.h"
+#include "cpu/blocks/kernels.h"
 #include "cpu/element.h"
-#include "ops/workspace.h"
 
 namespace fastweight::cpu::blocks {
 namespace {

@@ -22,7 +22,7 @@
 // own 16 x 16 pairs need.
 #include <vector>
 
-#include "cpu/blocks/implementations.h"
+#include "cpu/blocks/kernels.h"
 #include "cpu/simd/targets.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -61,14 +61,14 @@ struct Scratch {
   float* scaled = nullptr;  // [C][kMatrix] beta * dA
   float* dbeta = nullptr;   // [C]
 
-  void carve(Carver& carver) {
+  void lay_out(ScratchLayout& layout) {
     for (float** rows : {&k, &columns, &gamma, &behind, &previous, &dk, &reads, &writes, &part}) {
-      *rows = carver.take<float>(kMatrix * ld);
+      *rows = layout.take<float>(kMatrix * ld);
     }
-    for (float** matrix : {&G, &A, &scaled}) *matrix = carver.take<float>(kMatrix * kMatrix);
-    for (float** numbers : {&beta, &dbeta}) *numbers = carver.take<float>(kMatrix);
-    ahead = carver.take<float>(kRowBlock * ld);
-    decay = carver.take<float>(ld);
+    for (float** matrix : {&G, &A, &scaled}) *matrix = layout.take<float>(kMatrix * kMatrix);
+    for (float** numbers : {&beta, &dbeta}) *numbers = layout.take<float>(kMatrix);
+    ahead = layout.take<float>(kRowBlock * ld);
+    decay = layout.take<float>(ld);
   }
 };
 

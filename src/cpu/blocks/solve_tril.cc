@@ -5,7 +5,7 @@
 //
 // Every element of J is substituted from A itself: no block of J is a product of other blocks of J, whose errors would
 // multiply where the inverse is large.
-#include "cpu/blocks/implementations.h"
+#include "cpu/blocks/kernels.h"
 #include "cpu/simd/targets.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -67,9 +67,9 @@ struct ForwardScratch {
   float* A = nullptr;  // [C][kMatrix]
   float* J = nullptr;
 
-  void carve(Carver& carver) {
-    A = carver.take<float>(kMatrix * kMatrix);
-    J = carver.take<float>(kMatrix * kMatrix);
+  void lay_out(ScratchLayout& layout) {
+    A = layout.take<float>(kMatrix * kMatrix);
+    J = layout.take<float>(kMatrix * kMatrix);
   }
 };
 
@@ -79,8 +79,8 @@ struct BackwardScratch {
   float* left = nullptr;     // J^T dJ
   float* columns = nullptr;  // J^T
 
-  void carve(Carver& carver) {
-    for (float** matrix : {&J, &dJ, &left, &columns}) *matrix = carver.take<float>(kMatrix * kMatrix);
+  void lay_out(ScratchLayout& layout) {
+    for (float** matrix : {&J, &dJ, &left, &columns}) *matrix = layout.take<float>(kMatrix * kMatrix);
   }
 };
 

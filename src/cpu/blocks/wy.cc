@@ -9,7 +9,7 @@
 //     dA = -slower(P J^T),   P = X (beta * exp(gamma) * k)^T + Y (beta * v)^T
 #include <vector>
 
-#include "cpu/blocks/implementations.h"
+#include "cpu/blocks/kernels.h"
 #include "cpu/simd/targets.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -57,12 +57,12 @@ struct ForwardScratch {
   float* J = nullptr;     // [C][kMatrix]
   float* beta = nullptr;  // [C]
 
-  void carve(Carver& carver) {
-    k = carver.take<float>(kMatrix * ldk);
-    x = carver.take<float>(kMatrix * std::max(ldk, ldv));
-    out = carver.take<float>(kMatrix * std::max(ldk, ldv));
-    J = carver.take<float>(kMatrix * kMatrix);
-    beta = carver.take<float>(kMatrix);
+  void lay_out(ScratchLayout& layout) {
+    k = layout.take<float>(kMatrix * ldk);
+    x = layout.take<float>(kMatrix * std::max(ldk, ldv));
+    out = layout.take<float>(kMatrix * std::max(ldk, ldv));
+    J = layout.take<float>(kMatrix * kMatrix);
+    beta = layout.take<float>(kMatrix);
   }
 };
 
@@ -110,13 +110,13 @@ struct BackwardScratch {
   float* dbeta = nullptr;     // [C]
   float* dgamma = nullptr;    // [C]
 
-  void carve(Carver& carver) {
+  void lay_out(ScratchLayout& layout) {
     const int64_t ld = std::max(ldk, ldv);
-    for (float** rows : {&k, &dk, &e, &read, &X}) *rows = carver.take<float>(kMatrix * ldk);
-    for (float** rows : {&v, &Y}) *rows = carver.take<float>(kMatrix * ldv);
-    for (float** rows : {&gradient, &left, &right}) *rows = carver.take<float>(kMatrix * ld);
-    for (float** matrix : {&J, &P, &dA, &columns}) *matrix = carver.take<float>(kMatrix * kMatrix);
-    for (float** numbers : {&beta, &dbeta, &dgamma}) *numbers = carver.take<float>(kMatrix);
+    for (float** rows : {&k, &dk, &e, &read, &X}) *rows = layout.take<float>(kMatrix * ldk);
+    for (float** rows : {&v, &Y}) *rows = layout.take<float>(kMatrix * ldv);
+    for (float** rows : {&gradient, &left, &right}) *rows = layout.take<float>(kMatrix * ld);
+    for (float** matrix : {&J, &P, &dA, &columns}) *matrix = layout.take<float>(kMatrix * kMatrix);
+    for (float** numbers : {&beta, &dbeta, &dgamma}) *numbers = layout.take<float>(kMatrix);
   }
 };
 

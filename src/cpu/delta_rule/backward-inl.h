@@ -30,11 +30,11 @@ struct KeyGradients {
   float* d_reader = nullptr;  // of Block::reader, where it is not k
   float* dk2 = nullptr;       // of Block::k2
 
-  void carve_keys(Carver& carver, Form form, int64_t count) {
-    dq = carver.take<float>(count);
-    dk = carver.take<float>(count);
-    if (form.reads_early()) d_reader = carver.take<float>(count);
-    if (form.writes_twice()) dk2 = carver.take<float>(count);
+  void lay_out_keys(ScratchLayout& layout, Form form, int64_t count) {
+    dq = layout.take<float>(count);
+    dk = layout.take<float>(count);
+    if (form.reads_early()) d_reader = layout.take<float>(count);
+    if (form.writes_twice()) dk2 = layout.take<float>(count);
   }
   static constexpr float* KeyGradients::*kAll[] = {&KeyGradients::dq, &KeyGradients::dk, &KeyGradients::d_reader,
                                                    &KeyGradients::dk2};
@@ -45,9 +45,9 @@ struct BlockGradients : KeyGradients {  // each [16][ld]
   float* dg = nullptr;                  // [16][ld] per channel, else [16]
   float dbeta[kBlock];
 
-  void carve(Carver& carver, Form form, int64_t ld) {
-    carve_keys(carver, form, kBlock * ld);
-    dg = carver.take<float>(form.per_channel() ? kBlock * ld : kBlock);
+  void lay_out(ScratchLayout& layout, Form form, int64_t ld) {
+    lay_out_keys(layout, form, kBlock * ld);
+    dg = layout.take<float>(form.per_channel() ? kBlock * ld : kBlock);
   }
 };
 
@@ -169,15 +169,15 @@ struct BackwardPlan {
     bias_width = per_channel ? sizes.head_dim_k : 1;
   }
 
-  void carve(Carver& carver, const DeltaRuleBackwardProblem& problem) {
+  void lay_out(ScratchLayout& layout, const DeltaRuleBackwardProblem& problem) {
     const int64_t parts = problem.sizes.num_value_heads * units_per_head * tokens;
-    if (sum_keys) keys.carve_keys(carver, form_of(problem), parts * ld);
+    if (sum_keys) keys.lay_out_keys(layout, form_of(problem), parts * ld);
     if (sum_gates) {
-      dg = carver.take<float>(parts * gate_width);
-      dbeta = carver.take<float>(parts);
+      dg = layout.take<float>(parts * gate_width);
+      dbeta = layout.take<float>(parts);
     }
     if (problem.args.options.gate_in_kernel) {
-      gate_sums = carver.take<double>(problem.sizes.num_sequences * problem.sizes.num_value_heads * (1 + bias_width));
+      gate_sums = layout.take<double>(problem.sizes.num_sequences * problem.sizes.num_value_heads * (1 + bias_width));
     }
   }
   GateSums sums_of(const DeltaRuleSizes& sizes, int64_t sequence, int64_t value_head) const {
@@ -199,21 +199,21 @@ class UnitKernel {
   BlockGradients gradients;
 
  protected:
-  void carve_unit(Carver& carver, const DeltaRuleBackwardProblem& problem, int64_t ld, int64_t panels,
-                  int64_t longest) {
+  void lay_out_unit(ScratchLayout& layout, const DeltaRuleBackwardProblem& problem, int64_t ld, int64_t panels,
+                    int64_t longest) {
     const DeltaRuleOptions& options = problem.args.options;
     ld_ = ld;
     saved_ = problem.args.chunk_states.present();
-    bias = carver.take<float>(std::max(ld, kBlock));
-    raw = carver.take<float>(std::max(ld, kBlock));
-    G = carver.take<float>(panels * ld * kPanel);
-    gradients.carve(carver, form_of(problem), ld);
+    bias = layout.take<float>(std::max(ld, kBlock));
+    raw = layout.take<float>(std::max(ld, kBlock));
+    G = layout.take<float>(panels * ld * kPanel);
+    gradients.lay_out(layout, form_of(problem), ld);
     const int64_t chunks = saved_ ? 0 : (longest + options.chunk_size - 1) / options.chunk_size;
-    states_ = carver.take<float>(chunks * panels * ld * kPanel);
-    block_states_ = carver.take<float>(options.chunk_size / kBlock * panels * ld * kPanel);
-    v_ = carver.take<float>(kBlock * panels * kPanel);
-    d_o_ = carver.take<float>(kBlock * panels * kPanel);
-    dv_ = carver.take<float>(kBlock * panels * kPanel);
+    states_ = layout.take<float>(chunks * panels * ld * kPanel);
+    block_states_ = layout.take<float>(options.chunk_size / kBlock * panels * ld * kPanel);
+    v_ = layout.take<float>(kBlock * panels * kPanel);
+    d_o_ = layout.take<float>(kBlock * panels * kPanel);
+    dv_ = layout.take<float>(kBlock * panels * kPanel);
   }
 
   void open_unit(const DeltaRuleBackwardProblem& problem, const Head& head, const Sequence& sequence,
@@ -310,7 +310,7 @@ class UnitKernel {
   float* dv_;            // [16][stride]
 };
 
-// The walk of one unit. A kernel is a UnitKernel with, over scratch that it carves:
+// The walk of one unit. A kernel is a UnitKernel with, over scratch that it lays out:
 //     open_sequence    states at the chunk starts of the sequence, unless the caller saved them
 //     open_chunk       what the backward blocks of one chunk need; returns their number
 //     backward_block   `gradients` of one block and its dv; G, the gradient of its end state, becomes that of its start
@@ -379,11 +379,11 @@ struct FinishScratch {
   float* bias;  // [max(ld, 16)]
   float* raw;   // [max(ld, 16)]
 
-  void carve(Carver& carver, Form form, int64_t ld) {
-    block.carve(carver, form, ld);
-    gradients.carve(carver, form, ld);
-    bias = carver.take<float>(std::max(ld, kBlock));
-    raw = carver.take<float>(std::max(ld, kBlock));
+  void lay_out(ScratchLayout& layout, Form form, int64_t ld) {
+    block.lay_out(layout, form, ld);
+    gradients.lay_out(layout, form, ld);
+    bias = layout.take<float>(std::max(ld, kBlock));
+    raw = layout.take<float>(std::max(ld, kBlock));
   }
 };
 
@@ -454,38 +454,38 @@ HWY_INLINE void run_backward(const DeltaRuleBackwardProblem& problem, const Cont
   for (const Item& item : items) unit_panels = std::max(unit_panels, item.panels);
 
   // [parts of sums][scratch of thread 0][scratch of thread 1]..; the second loop reuses the scratch.
-  Carver measure_plan, measure_kernel, measure_finish;
-  plan.carve(measure_plan, problem);
-  Kernel().carve(measure_kernel, problem, plan.ld, unit_panels, longest);
-  FinishScratch().carve(measure_finish, form, plan.ld);
+  ScratchLayout measure_plan, measure_kernel, measure_finish;
+  plan.lay_out(measure_plan, problem);
+  Kernel().lay_out(measure_kernel, problem, plan.ld, unit_panels, longest);
+  FinishScratch().lay_out(measure_finish, form, plan.ld);
   const size_t scratch_bytes = std::max(measure_kernel.bytes(), measure_finish.bytes());
   const Workspace workspace(context, measure_plan.bytes() + scratch_bytes * static_cast<size_t>(threads));
-  Carver carver(workspace.data());
-  plan.carve(carver, problem);
+  ScratchLayout layout(workspace.data());
+  plan.lay_out(layout, problem);
   for (int64_t n = 0; n < sizes.num_sequences && plan.gate_sums != nullptr; ++n) {
     for (int64_t h = 0; h < sizes.num_value_heads; ++h) {
       std::fill_n(plan.sums_of(sizes, n, h).da_log, 1 + plan.bias_width, 0.0);
     }
   }
   const auto scratch_of = [&](int thread) {
-    return Carver(static_cast<char*>(workspace.data()) + measure_plan.bytes() +
-                  scratch_bytes * static_cast<size_t>(thread));
+    return ScratchLayout(static_cast<char*>(workspace.data()) + measure_plan.bytes() +
+                         scratch_bytes * static_cast<size_t>(thread));
   };
 
   const FlushDenormals flush;
   parallel_for(static_cast<int64_t>(items.size()), threads, [&](int64_t i, int thread) HWY_ATTR {
-    Carver scratch = scratch_of(thread);
+    ScratchLayout scratch = scratch_of(thread);
     Kernel kernel;
-    kernel.carve(scratch, problem, plan.ld, unit_panels, longest);
+    kernel.lay_out(scratch, problem, plan.ld, unit_panels, longest);
     const Item& item = items[static_cast<size_t>(i)];
     run_unit(problem, plan, sequences[static_cast<size_t>(item.sequence)], item, kernel);
   });
   if (plan.sum_keys) {
     const int64_t heads = sizes.num_heads;
     parallel_for(static_cast<int64_t>(sequences.size()) * heads, threads, [&](int64_t i, int thread) HWY_ATTR {
-      Carver scratch = scratch_of(thread);
+      ScratchLayout scratch = scratch_of(thread);
       FinishScratch finish;
-      finish.carve(scratch, form, plan.ld);
+      finish.lay_out(scratch, form, plan.ld);
       finish_head(problem, plan, sequences[static_cast<size_t>(i / heads)], i % heads, finish);
     });
   }

@@ -5,7 +5,7 @@
 // a product of the factors exp(g_m), j < m <= i, none of which exceeds 1 for g <= 0. Nothing overflows for any gate, a
 // gate of -1000 is a factor 0, and the relative error is a few roundings instead of |gamma| * 2^-24.
 //
-// The families of the recurrence differ in what a block reads and writes (ops/delta_rule_problem.h). In their terms the
+// The families of the recurrence differ in what a block reads and writes (core/delta_rule_problem.h). In their terms the
 // delta rule's equations hold for all:
 //
 //     X  = e [reader; q] S,   R = (I + A)^-1 beta (v - X_r),   o = scale (X_q + P R),   S' = exp(gamma_n) S + (w k)^T R
@@ -27,6 +27,9 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/delta_rule_problem.h"
+#include "core/sequences.h"
+#include "core/workspace.h"
 #include "cpu/element.h"
 #include "cpu/gate-inl.h"
 #include "cpu/l2norm-inl.h"
@@ -34,9 +37,6 @@
 #include "cpu/simd/matmul-inl.h"
 #include "cpu/simd/triangle-inl.h"
 #include "cpu/token_rows-inl.h"
-#include "ops/delta_rule_problem.h"
-#include "ops/sequences.h"
-#include "ops/workspace.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fastweight::cpu::HWY_NAMESPACE {
@@ -160,25 +160,25 @@ struct Block {
   float* read_factor;   // per channel [16][ld]: exp(gamma_i)
   float* write_factor;  // per channel [16][ld]: exp(gamma_n - gamma_i)
 
-  void carve(Carver& carver, Form block_form, int64_t padded_k) {
+  void lay_out(ScratchLayout& layout, Form block_form, int64_t padded_k) {
     form = block_form;
     ld = padded_k;
     const bool per_channel = form.per_channel(), own_keys = form.correction != Correction::kKey;
-    const auto take_if = [&](bool wanted, int64_t count) { return wanted ? carver.take<float>(count) : nullptr; };
-    reader = carver.take<float>(2 * kBlock * ld);
-    k = own_keys ? carver.take<float>(kBlock * ld) : reader;
+    const auto take_if = [&](bool wanted, int64_t count) { return wanted ? layout.take<float>(count) : nullptr; };
+    reader = layout.take<float>(2 * kBlock * ld);
+    k = own_keys ? layout.take<float>(kBlock * ld) : reader;
     k2 = take_if(form.writes_twice(), kBlock * ld);
-    decay = carver.take<float>(per_channel ? kBlock * ld : kBlock);
-    read = per_channel ? carver.take<float>(2 * kBlock * ld) : reader;
-    write = per_channel ? carver.take<float>(kBlock * ld) : k;
+    decay = layout.take<float>(per_channel ? kBlock * ld : kBlock);
+    read = per_channel ? layout.take<float>(2 * kBlock * ld) : reader;
+    write = per_channel ? layout.take<float>(kBlock * ld) : k;
     write2 = per_channel ? take_if(form.writes_twice(), kBlock * ld) : k2;
-    total = carver.take<float>(per_channel ? ld : 1);
+    total = layout.take<float>(per_channel ? ld : 1);
     total_stride = per_channel ? 1 : 0;
-    pairs = carver.take<float>(2 * kBlock * kBlock);
+    pairs = layout.take<float>(2 * kBlock * kBlock);
     pairs2 = take_if(form.writes_twice(), 2 * kBlock * kBlock);
     lambda = take_if(!per_channel, kBlock * kBlock);
     strict = take_if(!per_channel, kBlock * kBlock);
-    read_columns = carver.take<float>(2 * kBlock * ld);
+    read_columns = layout.take<float>(2 * kBlock * ld);
     key_columns = own_keys ? take_if(!per_channel, kBlock * ld) : read_columns;
     key_columns2 = take_if(!per_channel && form.writes_twice(), kBlock * ld);
     key_stride = own_keys ? kBlock : 2 * kBlock;

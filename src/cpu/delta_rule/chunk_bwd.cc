@@ -32,11 +32,11 @@
 #include <cstdint>
 #include <vector>
 
-#include "cpu/delta_rule/implementations.h"
-#include "cpu/delta_rule/work.h"
+#include "core/workspace.h"
+#include "cpu/delta_rule/kernels.h"
+#include "cpu/delta_rule/partition.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/targets.h"
-#include "ops/workspace.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/delta_rule/chunk_bwd.cc"
@@ -92,35 +92,36 @@ HWY_INLINE void adjoint_solve_panel(const Block& block, const float* KG, const f
 
 class ChunkKernel : public UnitKernel {
  public:
-  void carve(Carver& carver, const DeltaRuleBackwardProblem& problem, int64_t ld, int64_t panels, int64_t longest) {
+  void lay_out(ScratchLayout& layout, const DeltaRuleBackwardProblem& problem, int64_t ld, int64_t panels,
+               int64_t longest) {
     const DeltaRuleOptions& options = problem.args.options;
-    carve_unit(carver, problem, ld, panels, longest);
-    for (int64_t b = 0; b < options.chunk_size / kBlock; ++b) blocks_[b].carve(carver, form_of(problem), ld);
+    lay_out_unit(layout, problem, ld, panels, longest);
+    for (int64_t b = 0; b < options.chunk_size / kBlock; ++b) blocks_[b].lay_out(layout, form_of(problem), ld);
     const int64_t kept = saved_ ? options.chunk_size : round_up(longest, kBlock);
-    R_ = carver.take<float>(kept * panels * kPanel);
-    pairs_ = carver.take<float>(kept * 2 * kBlock);
+    R_ = layout.take<float>(kept * panels * kPanel);
+    pairs_ = layout.take<float>(kept * 2 * kBlock);
     if (form_of(problem).writes_twice()) {
-      pairs2_ = carver.take<float>(kept * 2 * kBlock);
-      beta_Y_ = carver.take<float>(kBlock * kPanel);
-      v_columns_ = carver.take<float>(kBlock * panels * kPanel);
-      pair_gradients2_ = carver.take<float>(2 * kBlock * kBlock);
-      write_columns2_ = carver.take<float>(kBlock * ld);
-      writing2_ = carver.take<float>(kBlock * ld);
+      pairs2_ = layout.take<float>(kept * 2 * kBlock);
+      beta_Y_ = layout.take<float>(kBlock * kPanel);
+      v_columns_ = layout.take<float>(kBlock * panels * kPanel);
+      pair_gradients2_ = layout.take<float>(2 * kBlock * kBlock);
+      write_columns2_ = layout.take<float>(kBlock * ld);
+      writing2_ = layout.take<float>(kBlock * ld);
     }
-    X_ = carver.take<float>(kBlock * kPanel);
-    Yd_ = carver.take<float>(2 * kBlock * kPanel);
-    scaled_ = carver.take<float>(2 * kBlock * kPanel);
-    writes_ = carver.take<float>(2 * kBlock * panels * kPanel);
-    scaled_columns_ = carver.take<float>(2 * kBlock * panels * kPanel);
-    R_columns_ = carver.take<float>(kBlock * panels * kPanel);
-    pair_gradients_ = carver.take<float>(2 * kBlock * kBlock);
-    pair_factors_ = carver.take<float>(2 * kBlock * kBlock);
-    write_columns_ = carver.take<float>(options.gate == Gate::kPerChannel ? kBlock * ld : 0);
-    reading_columns_ = carver.take<float>(2 * kBlock * ld);
-    writing_columns_ = carver.take<float>(kBlock * ld);
-    reading_ = carver.take<float>(2 * kBlock * ld);
-    writing_ = carver.take<float>(kBlock * ld);
-    overlap_ = carver.take<float>(options.gate == Gate::kPerChannel ? ld * kLanes : kLanes);
+    X_ = layout.take<float>(kBlock * kPanel);
+    Yd_ = layout.take<float>(2 * kBlock * kPanel);
+    scaled_ = layout.take<float>(2 * kBlock * kPanel);
+    writes_ = layout.take<float>(2 * kBlock * panels * kPanel);
+    scaled_columns_ = layout.take<float>(2 * kBlock * panels * kPanel);
+    R_columns_ = layout.take<float>(kBlock * panels * kPanel);
+    pair_gradients_ = layout.take<float>(2 * kBlock * kBlock);
+    pair_factors_ = layout.take<float>(2 * kBlock * kBlock);
+    write_columns_ = layout.take<float>(options.gate == Gate::kPerChannel ? kBlock * ld : 0);
+    reading_columns_ = layout.take<float>(2 * kBlock * ld);
+    writing_columns_ = layout.take<float>(kBlock * ld);
+    reading_ = layout.take<float>(2 * kBlock * ld);
+    writing_ = layout.take<float>(kBlock * ld);
+    overlap_ = layout.take<float>(options.gate == Gate::kPerChannel ? ld * kLanes : kLanes);
   }
 
   // The states before every chunk, and R of every block: the forward without its output, with the same arithmetic.

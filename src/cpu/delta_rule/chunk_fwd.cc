@@ -20,11 +20,11 @@
 #include <cstdint>
 #include <vector>
 
-#include "cpu/delta_rule/implementations.h"
-#include "cpu/delta_rule/work.h"
+#include "core/workspace.h"
+#include "cpu/delta_rule/kernels.h"
+#include "cpu/delta_rule/partition.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/targets.h"
-#include "ops/workspace.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/delta_rule/chunk_fwd.cc"

@@ -31,17 +31,17 @@ struct ForwardScratch {
   float* decayed;     // [16][ld], token by token
   float* prediction;  // [panels * kPanel], token by token
 
-  void carve(Carver& carver, Form form, int64_t ld, int64_t panels) {
-    block.carve(carver, form, ld);
-    bias = carver.take<float>(std::max(ld, kBlock));
-    S = carver.take<float>(panels * ld * kPanel);
-    v = carver.take<float>(kBlock * panels * kPanel);
-    beta = carver.take<float>(kBlock * panels * kPanel);
-    o = carver.take<float>(kBlock * panels * kPanel);
-    X = carver.take<float>(2 * kBlock * kPanel);
-    R = carver.take<float>(kBlock * kPanel);
-    decayed = carver.take<float>(kBlock * ld);
-    prediction = carver.take<float>(panels * kPanel);
+  void lay_out(ScratchLayout& layout, Form form, int64_t ld, int64_t panels) {
+    block.lay_out(layout, form, ld);
+    bias = layout.take<float>(std::max(ld, kBlock));
+    S = layout.take<float>(panels * ld * kPanel);
+    v = layout.take<float>(kBlock * panels * kPanel);
+    beta = layout.take<float>(kBlock * panels * kPanel);
+    o = layout.take<float>(kBlock * panels * kPanel);
+    X = layout.take<float>(2 * kBlock * kPanel);
+    R = layout.take<float>(kBlock * kPanel);
+    decayed = layout.take<float>(kBlock * ld);
+    prediction = layout.take<float>(panels * kPanel);
   }
 };
 
@@ -128,14 +128,14 @@ HWY_INLINE void run_items(const Problem& problem, const Context& context, RunIte
   const int threads =
       useful_threads(most_threads, static_cast<int64_t>(items.size()),
                      3 * sizes.batch * sizes.tokens * sizes.num_value_heads * sizes.head_dim_k * sizes.head_dim_v);
-  Carver measure;
-  ForwardScratch().carve(measure, form, ld, panels);
+  ScratchLayout measure;
+  ForwardScratch().lay_out(measure, form, ld, panels);
   const Workspace workspace(context, measure.bytes() * static_cast<size_t>(threads));
   const FlushDenormals flush;
   parallel_for(static_cast<int64_t>(items.size()), threads, [&](int64_t i, int thread) HWY_ATTR {
-    Carver carver(static_cast<char*>(workspace.data()) + measure.bytes() * static_cast<size_t>(thread));
+    ScratchLayout layout(static_cast<char*>(workspace.data()) + measure.bytes() * static_cast<size_t>(thread));
     ForwardScratch scratch;
-    scratch.carve(carver, form, ld, panels);
+    scratch.lay_out(layout, form, ld, panels);
     const Item& item = items[static_cast<size_t>(i)];
     run_item(problem, sequences[static_cast<size_t>(item.sequence)], item, scratch);
   });

@@ -13,11 +13,11 @@
 #include <cstdint>
 #include <vector>
 
-#include "cpu/delta_rule/implementations.h"
-#include "cpu/delta_rule/work.h"
+#include "core/workspace.h"
+#include "cpu/delta_rule/kernels.h"
+#include "cpu/delta_rule/partition.h"
 #include "cpu/parallel.h"
 #include "cpu/simd/targets.h"
-#include "ops/workspace.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/delta_rule/recurrent_bwd.cc"
@@ -35,15 +35,16 @@ namespace {
 
 class RecurrentKernel : public UnitKernel {
  public:
-  void carve(Carver& carver, const DeltaRuleBackwardProblem& problem, int64_t ld, int64_t panels, int64_t longest) {
-    carve_unit(carver, problem, ld, panels, longest);
-    block_.carve(carver, form_of(problem), ld);
-    token_states_ = carver.take<float>(kBlock * ld * kPanel);
-    beta_ = carver.take<float>(kBlock * panels * kPanel);
-    dbeta_ = carver.take<float>(kBlock * panels * kPanel);
-    decayed_ = carver.take<float>(kBlock * ld);
-    prediction_ = carver.take<float>(panels * kPanel);
-    row_sums_ = carver.take<float>(3 * kBlock * ld * kLanes);
+  void lay_out(ScratchLayout& layout, const DeltaRuleBackwardProblem& problem, int64_t ld, int64_t panels,
+               int64_t longest) {
+    lay_out_unit(layout, problem, ld, panels, longest);
+    block_.lay_out(layout, form_of(problem), ld);
+    token_states_ = layout.take<float>(kBlock * ld * kPanel);
+    beta_ = layout.take<float>(kBlock * panels * kPanel);
+    dbeta_ = layout.take<float>(kBlock * panels * kPanel);
+    decayed_ = layout.take<float>(kBlock * ld);
+    prediction_ = layout.take<float>(panels * kPanel);
+    row_sums_ = layout.take<float>(3 * kBlock * ld * kLanes);
   }
 
   void open_sequence(const DeltaRuleBackwardProblem& problem, const Head& head, const Sequence& sequence,

@@ -13,11 +13,11 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/delta_rule/implementations.h"
+#include "core/sequences.h"
+#include "core/workspace.h"
+#include "cpu/delta_rule/kernels.h"
 #include "cpu/reference.h"
 #include "cpu/scalar_types.h"
-#include "ops/sequences.h"
-#include "ops/workspace.h"
 
 namespace fastweight::cpu {
 namespace {
@@ -160,10 +160,10 @@ std::vector<Sequence> sequences_of(const Problem& problem) {
                         problem.args.options.chunk_size);
 }
 
-Token take_token(Carver& carver, const Operator& op) {
-  return {carver.take<double>(op.K()), carver.take<double>(op.K()), carver.take<double>(op.V()),
-          carver.take<double>(op.V()), carver.take<double>(op.K()), carver.take<double>(op.K()),
-          carver.take<double>(op.K())};
+Token take_token(ScratchLayout& layout, const Operator& op) {
+  return {layout.take<double>(op.K()), layout.take<double>(op.K()), layout.take<double>(op.V()),
+          layout.take<double>(op.V()), layout.take<double>(op.K()), layout.take<double>(op.K()),
+          layout.take<double>(op.K())};
 }
 
 // The recurrence ----------------------------------------------------------------------------------------------------
@@ -191,9 +191,9 @@ struct ForwardScratch {
   double* o;  // [V]
 };
 
-ForwardScratch forward_layout(Carver& carver, const Operator& op) {
-  return {take_token(carver, op), carver.take<double>(op.state_size()), carver.take<double>(op.V()),
-          carver.take<double>(op.V()), carver.take<double>(op.V())};
+ForwardScratch forward_layout(ScratchLayout& layout, const Operator& op) {
+  return {take_token(layout, op), layout.take<double>(op.state_size()), layout.take<double>(op.V()),
+          layout.take<double>(op.V()), layout.take<double>(op.V())};
 }
 
 // All tokens of one value head of a sequence: scratch.S goes from the initial to the final state.
@@ -236,24 +236,24 @@ struct BackwardScratch {
   double* row;           // [K]
 };
 
-BackwardScratch backward_layout(Carver& carver, const Operator& op, int64_t max_length, int64_t stored_chunks) {
+BackwardScratch backward_layout(ScratchLayout& layout, const Operator& op, int64_t max_length, int64_t stored_chunks) {
   const int64_t K = op.K(), V = op.V(), KV = op.state_size(), C = op.options.chunk_size;
-  return {take_token(carver, op),
-          carver.take<double>(stored_chunks * KV),
-          carver.take<double>((C + 1) * KV),
-          carver.take<double>(C * V),
-          carver.take<double>(C * V),
-          carver.take<double>(KV),
-          carver.take<double>(V),
-          carver.take<double>(V),
-          carver.take<double>(V),
-          carver.take<double>(V),
-          carver.take<double>(K),
-          carver.take<double>(max_length * K),
-          carver.take<double>(max_length * K),
-          carver.take<double>(op.transition.reader.present() ? max_length * K : 0),
-          carver.take<double>(op.transition.writer.present() ? max_length * K : 0),
-          carver.take<double>(K)};
+  return {take_token(layout, op),
+          layout.take<double>(stored_chunks * KV),
+          layout.take<double>((C + 1) * KV),
+          layout.take<double>(C * V),
+          layout.take<double>(C * V),
+          layout.take<double>(KV),
+          layout.take<double>(V),
+          layout.take<double>(V),
+          layout.take<double>(V),
+          layout.take<double>(V),
+          layout.take<double>(K),
+          layout.take<double>(max_length * K),
+          layout.take<double>(max_length * K),
+          layout.take<double>(op.transition.reader.present() ? max_length * K : 0),
+          layout.take<double>(op.transition.writer.present() ? max_length * K : 0),
+          layout.take<double>(K)};
 }
 
 // One sequence and value head. The sums of the parameter gradients over this sequence go to da_log[0] and
@@ -448,7 +448,8 @@ void reference_forward(const DeltaRuleForwardProblem& problem, const Context& co
   const Operator op = operator_of(problem);
   const DeltaRuleForward& args = problem.args;
   for_each_item(
-      op.sizes.num_heads, sequences_of(problem), context, [&](Carver& carver) { return forward_layout(carver, op); },
+      op.sizes.num_heads, sequences_of(problem), context,
+      [&](ScratchLayout& layout) { return forward_layout(layout, op); },
       [&](const Sequence& sequence, int64_t head, const ForwardScratch& scratch) {
         for (int64_t h = head * op.sizes.group; h < (head + 1) * op.sizes.group; ++h) {
           op.load_optional_state(op.in.initial_state, sequence.index, h, scratch.S);
@@ -464,7 +465,8 @@ void reference_step(const DeltaRuleStepProblem& problem, const Context& context)
   const Operator op = operator_of(problem);
   const DeltaRuleStep& args = problem.args;
   for_each_item(
-      op.sizes.num_heads, sequences_of(problem), context, [&](Carver& carver) { return forward_layout(carver, op); },
+      op.sizes.num_heads, sequences_of(problem), context,
+      [&](ScratchLayout& layout) { return forward_layout(layout, op); },
       [&](const Sequence& sequence, int64_t head, const ForwardScratch& scratch) {
         const int64_t slot = args.state_indices.present()
                                  ? load_integer(args.state_indices.data, args.state_indices.dtype,
@@ -498,21 +500,21 @@ void reference_backward(const DeltaRuleBackwardProblem& problem, const Context& 
 
   // The parameter gradients are summed over tokens per sequence, then over the sequences in order: the thread count
   // does not show.
-  const auto partials_layout = [&](Carver& carver) {
-    double* da_log = carver.take<double>(N * HV);
-    return std::pair(da_log, carver.take<double>(N * HV * width));
+  const auto partials_layout = [&](ScratchLayout& layout) {
+    double* da_log = layout.take<double>(N * HV);
+    return std::pair(da_log, layout.take<double>(N * HV * width));
   };
-  Carver measure;
+  ScratchLayout measure;
   partials_layout(measure);
   const Workspace workspace(context, measure.bytes());
-  Carver carver(workspace.data());
-  const auto [da_log, ddt_bias] = partials_layout(carver);
+  ScratchLayout layout(workspace.data());
+  const auto [da_log, ddt_bias] = partials_layout(layout);
   fill(da_log, N * HV, 0);
   fill(ddt_bias, N * HV * width, 0);
 
   for_each_item(
       op.sizes.num_heads, sequences, context,
-      [&](Carver& scratch) { return backward_layout(scratch, op, max_length, stored_chunks); },
+      [&](ScratchLayout& scratch) { return backward_layout(scratch, op, max_length, stored_chunks); },
       [&, da_log = da_log, ddt_bias = ddt_bias](const Sequence& sequence, int64_t head,
                                                 const BackwardScratch& scratch) {
         const Transition& transition = op.transition;

@@ -10,14 +10,14 @@
 
 #include <cstdint>
 
+#include "core/workspace.h"
 #include "cpu/denormals.h"
 #include "cpu/element.h"
 #include "cpu/parallel.h"
-#include "cpu/short_conv/implementations.h"
-#include "cpu/short_conv/work.h"
+#include "cpu/partition.h"
+#include "cpu/short_conv/kernels.h"
+#include "cpu/short_conv/partition.h"
 #include "cpu/simd/targets.h"
-#include "cpu/work.h"
-#include "ops/workspace.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/short_conv/direct_bwd.cc"
@@ -42,16 +42,16 @@ struct BackwardScratch {
   float* dx;              // [ld]
   Rows delta, dw, d_final, d_start;
 
-  void carve(Carver& carver, const ShortConvSizes& sizes) {
+  void lay_out(ScratchLayout& layout, const ShortConvSizes& sizes) {
     const int64_t ld = most_columns(sizes), W = sizes.width;
-    filter.carve(carver, sizes);
-    delta_buffer = carver.take<float>(W * ld);
-    dw_buffer = carver.take<float>(W * ld);
-    d_final_buffer = carver.take<float>(W * ld);
-    d_start_buffer = carver.take<float>(W * ld);
-    dbias = carver.take<float>(ld);
-    dy = carver.take<float>(ld);
-    dx = carver.take<float>(ld);
+    filter.lay_out(layout, sizes);
+    delta_buffer = layout.take<float>(W * ld);
+    dw_buffer = layout.take<float>(W * ld);
+    d_final_buffer = layout.take<float>(W * ld);
+    d_start_buffer = layout.take<float>(W * ld);
+    dbias = layout.take<float>(ld);
+    dy = layout.take<float>(ld);
+    dx = layout.take<float>(ld);
   }
 
   HWY_INLINE void open(const ShortConvBackward& args, const Block& block) {
@@ -160,8 +160,8 @@ void backward(const ShortConvBackwardProblem& problem, const Context& context) {
   const int64_t items = work.num_groups() * work.channel_blocks;
   // A token and channel costs 3 W multiply-adds, and about 30 for the rest.
   const int threads = useful_threads(num_threads(context), items, sizes.batch * sizes.tokens * D * (3 * W + 30));
-  Carver measure;
-  BackwardScratch().carve(measure, sizes);
+  ScratchLayout measure;
+  BackwardScratch().lay_out(measure, sizes);
   const size_t each = measure.bytes();
   measure.take<float>(work.num_groups() * (W + 1) * D);
   const size_t partial_bytes = measure.bytes() - each;
@@ -169,9 +169,9 @@ void backward(const ShortConvBackwardProblem& problem, const Context& context) {
   float* const partials = static_cast<float*>(workspace.data());
   const FlushDenormals flush;
   parallel_for(items, threads, [&](int64_t item, int thread) HWY_ATTR {
-    Carver carver(static_cast<char*>(workspace.data()) + partial_bytes + each * static_cast<size_t>(thread));
+    ScratchLayout layout(static_cast<char*>(workspace.data()) + partial_bytes + each * static_cast<size_t>(thread));
     BackwardScratch scratch;
-    scratch.carve(carver, sizes);
+    scratch.lay_out(layout, sizes);
     const Block block = block_of(sizes, item % work.channel_blocks);
     const int64_t group = item / work.channel_blocks;
     scratch.open(args, block);

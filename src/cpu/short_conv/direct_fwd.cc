@@ -4,13 +4,13 @@
 
 #include <cstdint>
 
+#include "core/workspace.h"
 #include "cpu/denormals.h"
 #include "cpu/parallel.h"
-#include "cpu/short_conv/implementations.h"
-#include "cpu/short_conv/work.h"
+#include "cpu/partition.h"
+#include "cpu/short_conv/kernels.h"
+#include "cpu/short_conv/partition.h"
 #include "cpu/simd/targets.h"
-#include "cpu/work.h"
-#include "ops/workspace.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/short_conv/direct_fwd.cc"
@@ -29,10 +29,10 @@ struct ForwardScratch {
   float* y;         // [ld]
   float* residual;  // [ld]
 
-  void carve(Carver& carver, const ShortConvSizes& sizes) {
-    filter.carve(carver, sizes);
-    y = carver.take<float>(most_columns(sizes));
-    residual = carver.take<float>(most_columns(sizes));
+  void lay_out(ScratchLayout& layout, const ShortConvSizes& sizes) {
+    filter.lay_out(layout, sizes);
+    y = layout.take<float>(most_columns(sizes));
+    residual = layout.take<float>(most_columns(sizes));
   }
 };
 
@@ -91,14 +91,14 @@ HWY_INLINE void run(const Problem& problem, const Context& context, bool whole) 
   // A token and channel costs W multiply-adds, and about 20 for the rest.
   const int threads =
       useful_threads(num_threads(context), items, sizes.batch * sizes.tokens * sizes.channels * (sizes.width + 20));
-  Carver measure;
-  ForwardScratch().carve(measure, sizes);
+  ScratchLayout measure;
+  ForwardScratch().lay_out(measure, sizes);
   const Workspace workspace(context, measure.bytes() * static_cast<size_t>(threads));
   const FlushDenormals flush;
   parallel_for(items, threads, [&](int64_t item, int thread) HWY_ATTR {
-    Carver carver(static_cast<char*>(workspace.data()) + measure.bytes() * static_cast<size_t>(thread));
+    ScratchLayout layout(static_cast<char*>(workspace.data()) + measure.bytes() * static_cast<size_t>(thread));
     ForwardScratch scratch;
-    scratch.carve(carver, sizes);
+    scratch.lay_out(layout, sizes);
     const Block block = block_of(sizes, item % work.channel_blocks);
     const size_t group = static_cast<size_t>(item / work.channel_blocks);
     scratch.filter.open(problem.args.in, problem.args.options, block);

@@ -6,11 +6,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/sequences.h"
 #include "cpu/parallel.h"
 #include "cpu/reference.h"
 #include "cpu/scalar_types.h"
-#include "cpu/short_conv/implementations.h"
-#include "ops/sequences.h"
+#include "cpu/short_conv/kernels.h"
 
 namespace fastweight::cpu::short_conv {
 namespace {

@@ -14,10 +14,10 @@
 #include <array>
 #include <cstring>
 
-#include "cpu/short_conv/work.h"
+#include "core/workspace.h"
+#include "cpu/short_conv/partition.h"
 #include "cpu/simd/math-inl.h"
 #include "cpu/simd/rows-inl.h"
-#include "ops/workspace.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fastweight::cpu::HWY_NAMESPACE {
@@ -138,13 +138,13 @@ struct Filter {
   Rows w;           // row i: tap i of every channel
   Rows x;           // the window
 
-  void carve(Carver& carver, const ShortConvSizes& sizes) {
+  void lay_out(ScratchLayout& layout, const ShortConvSizes& sizes) {
     const int64_t ld = most_columns(sizes);
     W = sizes.width;
-    w_buffer = carver.take<float>(W * ld);
-    x_buffer = carver.take<float>(W * ld);
-    bias = carver.take<float>(ld);
-    packed = carver.take<float>(W * ld);
+    w_buffer = layout.take<float>(W * ld);
+    x_buffer = layout.take<float>(W * ld);
+    bias = layout.take<float>(ld);
+    packed = layout.take<float>(W * ld);
   }
 
   HWY_INLINE void open(const ShortConvInputs& in, const ShortConvOptions& options, const Block& block) {

@@ -21,12 +21,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/workspace.h"
 #include "cpu/denormals.h"
 #include "cpu/parallel.h"
+#include "cpu/partition.h"
 #include "cpu/simd/targets.h"
-#include "cpu/ttt_linear/implementations.h"
-#include "cpu/work.h"
-#include "ops/workspace.h"
+#include "cpu/ttt_linear/kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/ttt_linear/chunk_bwd.cc"
@@ -70,20 +70,20 @@ struct BackwardScratch {
   float* db;            // [ld], likewise
   float* row;           // [ld]
 
-  void carve(Carver& carver, int64_t C, int64_t ld, int64_t longest) {
+  void lay_out(ScratchLayout& layout, int64_t C, int64_t ld, int64_t longest) {
     const int64_t count = (longest + C - 1) / C;
-    head.carve(carver, ld);
-    mb.carve(carver, C, ld);
-    states = carver.take<float>(count * ld * ld);
-    state_biases = carver.take<float>(count * ld);
-    dh = carver.take<float>(ld * ld);
-    for (float** rows : {&d_o, &F, &dn, &dy, &dh_rows, &Dk, &eta_q, &Dq}) *rows = carver.take<float>(C * ld);
-    for (float** rows : {&grads, &h_rows, &writes}) *rows = carver.take<float>(2 * C * ld);
-    for (float** columns : {&grad_columns, &h_columns}) *columns = carver.take<float>(2 * C * ld);
-    for (float** columns : {&n_columns, &dh_columns}) *columns = carver.take<float>(C * ld);
-    for (float** pairs : {&moves_rows, &Dm, &Dm_columns}) *pairs = carver.take<float>(C * C);
-    for (float** row_of : {&dc, &dw, &db, &row}) *row_of = carver.take<float>(ld);
-    deta = carver.take<float>(round_up(C, kLanes));
+    head.lay_out(layout, ld);
+    mb.lay_out(layout, C, ld);
+    states = layout.take<float>(count * ld * ld);
+    state_biases = layout.take<float>(count * ld);
+    dh = layout.take<float>(ld * ld);
+    for (float** rows : {&d_o, &F, &dn, &dy, &dh_rows, &Dk, &eta_q, &Dq}) *rows = layout.take<float>(C * ld);
+    for (float** rows : {&grads, &h_rows, &writes}) *rows = layout.take<float>(2 * C * ld);
+    for (float** columns : {&grad_columns, &h_columns}) *columns = layout.take<float>(2 * C * ld);
+    for (float** columns : {&n_columns, &dh_columns}) *columns = layout.take<float>(C * ld);
+    for (float** pairs : {&moves_rows, &Dm, &Dm_columns}) *pairs = layout.take<float>(C * C);
+    for (float** row_of : {&dc, &dw, &db, &row}) *row_of = layout.take<float>(ld);
+    deta = layout.take<float>(round_up(C, kLanes));
   }
 };
 
@@ -381,12 +381,12 @@ void backward(const TttLinearBackwardProblem& problem, const Context& context) {
 
   // [dw and db of every sequence][scratch of thread 0][scratch of thread 1]..
   const int64_t sums_size = 2 * items * D;
-  Carver measure_sums, measure;
+  ScratchLayout measure_sums, measure;
   measure_sums.take<double>(sums_size);
-  BackwardScratch().carve(measure, C, ld, longest);
+  BackwardScratch().lay_out(measure, C, ld, longest);
   const Workspace workspace(context, measure_sums.bytes() + measure.bytes() * static_cast<size_t>(threads));
-  Carver carver(workspace.data());
-  double* sums = carver.take<double>(sums_size);
+  ScratchLayout layout(workspace.data());
+  double* sums = layout.take<double>(sums_size);
   std::fill_n(sums, sums_size, 0.0);
   const auto sums_of = [&](int64_t sequence, int64_t h) {
     double* at = sums + (sequence * sizes.num_heads + h) * 2 * D;
@@ -395,10 +395,10 @@ void backward(const TttLinearBackwardProblem& problem, const Context& context) {
 
   const FlushDenormals flush;
   parallel_for(items, threads, [&](int64_t i, int thread) HWY_ATTR {
-    Carver scratch_carver(static_cast<char*>(workspace.data()) + measure_sums.bytes() +
-                          measure.bytes() * static_cast<size_t>(thread));
+    ScratchLayout scratch_layout(static_cast<char*>(workspace.data()) + measure_sums.bytes() +
+                                 measure.bytes() * static_cast<size_t>(thread));
     BackwardScratch scratch;
-    scratch.carve(scratch_carver, C, ld, longest);
+    scratch.lay_out(scratch_layout, C, ld, longest);
     const int64_t n = order[static_cast<size_t>(i / sizes.num_heads)], h = i % sizes.num_heads;
     run_sequence(problem, sequences[static_cast<size_t>(n)], h, scratch, sums_of(n, h));
   });

@@ -10,12 +10,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/workspace.h"
 #include "cpu/denormals.h"
 #include "cpu/parallel.h"
+#include "cpu/partition.h"
 #include "cpu/simd/targets.h"
-#include "cpu/ttt_linear/implementations.h"
-#include "cpu/work.h"
-#include "ops/workspace.h"
+#include "cpu/ttt_linear/kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/ttt_linear/chunk_fwd.cc"
@@ -36,13 +36,13 @@ struct ForwardScratch {
   float* c;    // [ld]
   float* row;  // [ld]
 
-  void carve(Carver& carver, const TttLinearForwardProblem& problem) {
+  void lay_out(ScratchLayout& layout, const TttLinearForwardProblem& problem) {
     const int64_t ld = padded_width(problem.sizes.head_dim);
-    head.carve(carver, ld);
-    mb.carve(carver, problem.args.options.mini_batch, ld);
-    h = carver.take<float>(ld * ld);
-    c = carver.take<float>(ld);
-    row = carver.take<float>(ld);
+    head.lay_out(layout, ld);
+    mb.lay_out(layout, problem.args.options.mini_batch, ld);
+    h = layout.take<float>(ld * ld);
+    c = layout.take<float>(ld);
+    row = layout.take<float>(ld);
   }
 };
 
@@ -84,16 +84,16 @@ struct StepScratch {
   float* q_sum;  // [8][ld]: k and q times sum
   float* row;    // [ld]
 
-  void carve(Carver& carver, const TttLinearStepProblem& problem) {
+  void lay_out(ScratchLayout& layout, const TttLinearStepProblem& problem) {
     const int64_t ld = padded_width(problem.sizes.head_dim);
-    head.carve(carver, ld);
-    mb.carve(carver, kRows, ld);
-    h = carver.take<float>(ld * ld);
-    sum = carver.take<float>(ld * ld);
-    c = carver.take<float>(ld);
-    sum_n = carver.take<float>(ld);
-    q_sum = carver.take<float>(2 * kRows * ld);
-    row = carver.take<float>(ld);
+    head.lay_out(layout, ld);
+    mb.lay_out(layout, kRows, ld);
+    h = layout.take<float>(ld * ld);
+    sum = layout.take<float>(ld * ld);
+    c = layout.take<float>(ld);
+    sum_n = layout.take<float>(ld);
+    q_sum = layout.take<float>(2 * kRows * ld);
+    row = layout.take<float>(ld);
   }
 };
 
@@ -194,14 +194,14 @@ HWY_INLINE void run_heads(const Problem& problem, const Context& context, const 
   const int64_t items = static_cast<int64_t>(order.size()) * sizes.num_heads;
   const int threads = useful_threads(
       num_threads(context), items, 3 * sizes.batch * sizes.tokens * sizes.num_heads * sizes.head_dim * sizes.head_dim);
-  Carver measure;
-  Scratch().carve(measure, problem);
+  ScratchLayout measure;
+  Scratch().lay_out(measure, problem);
   const Workspace workspace(context, measure.bytes() * static_cast<size_t>(threads));
   const FlushDenormals flush;
   parallel_for(items, threads, [&](int64_t i, int thread) HWY_ATTR {
-    Carver carver(static_cast<char*>(workspace.data()) + measure.bytes() * static_cast<size_t>(thread));
+    ScratchLayout layout(static_cast<char*>(workspace.data()) + measure.bytes() * static_cast<size_t>(thread));
     Scratch scratch;
-    scratch.carve(carver, problem);
+    scratch.lay_out(layout, problem);
     const int64_t sequence = order[static_cast<size_t>(i / sizes.num_heads)];
     run(problem, sequences[static_cast<size_t>(sequence)], i % sizes.num_heads, scratch);
   });

@@ -11,13 +11,13 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/sequences.h"
+#include "core/ttt_linear_problem.h"
+#include "core/workspace.h"
 #include "cpu/simd/matmul-inl.h"
 #include "cpu/simd/triangle-inl.h"
 #include "cpu/state-inl.h"
 #include "cpu/token_rows-inl.h"
-#include "ops/sequences.h"
-#include "ops/ttt_linear_problem.h"
-#include "ops/workspace.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fastweight::cpu::HWY_NAMESPACE {
@@ -38,10 +38,10 @@ struct Head {
   float* b;     // [ld], 0 beyond D
   float* mask;  // [ld], 1 up to D, then 0
 
-  void carve(Carver& carver, int64_t width) {
-    w = carver.take<float>(width);
-    b = carver.take<float>(width);
-    mask = carver.take<float>(width);
+  void lay_out(ScratchLayout& layout, int64_t width) {
+    w = layout.take<float>(width);
+    b = layout.take<float>(width);
+    mask = layout.take<float>(width);
   }
 
   template <class Problem>
@@ -117,18 +117,18 @@ struct MiniBatch {
   float* out() const { return z + rows * ld; }
   float last_eta() const { return eta[tokens - 1]; }
 
-  void carve(Carver& carver, int64_t row_count, int64_t width) {
+  void lay_out(ScratchLayout& layout, int64_t row_count, int64_t width) {
     rows = row_count;
     ld = width;
-    k = carver.take<float>(2 * rows * ld);
-    v = carver.take<float>(rows * ld);
-    columns = carver.take<float>(2 * rows * ld);
-    eta = carver.take<float>(round_up(rows, kLanes));
-    z = carver.take<float>(2 * rows * ld);
-    y = carver.take<float>(rows * ld);
-    n = carver.take<float>(rows * ld);
-    r = carver.take<float>(rows);
-    moves = carver.take<float>(rows * rows);
+    k = layout.take<float>(2 * rows * ld);
+    v = layout.take<float>(rows * ld);
+    columns = layout.take<float>(2 * rows * ld);
+    eta = layout.take<float>(round_up(rows, kLanes));
+    z = layout.take<float>(2 * rows * ld);
+    y = layout.take<float>(rows * ld);
+    n = layout.take<float>(rows * ld);
+    r = layout.take<float>(rows);
+    moves = layout.take<float>(rows * rows);
   }
 };
 

@@ -11,11 +11,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/sequences.h"
+#include "core/workspace.h"
 #include "cpu/reference.h"
 #include "cpu/scalar_types.h"
-#include "cpu/ttt_linear/implementations.h"
-#include "ops/sequences.h"
-#include "ops/workspace.h"
+#include "cpu/ttt_linear/kernels.h"
 
 namespace fastweight::cpu::ttt {
 namespace {
@@ -139,9 +139,9 @@ struct ForwardScratch {
   double *w, *b, *q, *k, *v, *z, *row, *o;  // [D]
 };
 
-ForwardScratch forward_layout(Carver& carver, const Operator& op) {
-  const auto vector = [&] { return carver.take<double>(op.D()); };
-  const auto matrix = [&] { return carver.take<double>(op.state_size()); };
+ForwardScratch forward_layout(ScratchLayout& layout, const Operator& op) {
+  const auto vector = [&] { return layout.take<double>(op.D()); };
+  const auto matrix = [&] { return layout.take<double>(op.state_size()); };
   ForwardScratch s{};
   s.open = {matrix(), vector(), matrix(), vector()};
   s.inner = {vector(), vector(), vector(), 0};
@@ -234,20 +234,20 @@ struct BackwardScratch {
   double *w, *b, *row, *along, *d_o, *dn, *dy, *dx, *dq, *dk;  // [D]
 };
 
-BackwardScratch backward_layout(Carver& carver, const Operator& op, int64_t max_mini_batches) {
+BackwardScratch backward_layout(ScratchLayout& layout, const Operator& op, int64_t max_mini_batches) {
   const int64_t D = op.D(), C = op.C();
   BackwardScratch s{};
-  s.forward = forward_layout(carver, op);
-  s.starts_h = carver.take<double>(max_mini_batches * op.state_size());
-  s.starts_c = carver.take<double>(max_mini_batches * D);
-  for (double** x : {&s.q, &s.k, &s.v, &s.x, &s.y, &s.n, &s.F, &s.dz, &s.w_dy}) *x = carver.take<double>((C + 1) * D);
-  s.r = carver.take<double>(C + 1);
-  s.eta = carver.take<double>(C);
-  for (double** x : {&s.M, &s.Dm}) *x = carver.take<double>(C * C);
-  s.dyo = carver.take<double>(C * D);
-  s.dh = carver.take<double>(op.state_size());
+  s.forward = forward_layout(layout, op);
+  s.starts_h = layout.take<double>(max_mini_batches * op.state_size());
+  s.starts_c = layout.take<double>(max_mini_batches * D);
+  for (double** x : {&s.q, &s.k, &s.v, &s.x, &s.y, &s.n, &s.F, &s.dz, &s.w_dy}) *x = layout.take<double>((C + 1) * D);
+  s.r = layout.take<double>(C + 1);
+  s.eta = layout.take<double>(C);
+  for (double** x : {&s.M, &s.Dm}) *x = layout.take<double>(C * C);
+  s.dyo = layout.take<double>(C * D);
+  s.dh = layout.take<double>(op.state_size());
   for (double** x : {&s.dc, &s.w, &s.b, &s.row, &s.along, &s.d_o, &s.dn, &s.dy, &s.dx, &s.dq, &s.dk}) {
-    *x = carver.take<double>(D);
+    *x = layout.take<double>(D);
   }
   return s;
 }
@@ -441,7 +441,8 @@ void reference_forward(const TttLinearForwardProblem& problem, const Context& co
   const Operator op = operator_of(problem);
   const TttLinearForward& args = problem.args;
   for_each_item(
-      op.sizes.num_heads, sequences_of(problem), context, [&](Carver& carver) { return forward_layout(carver, op); },
+      op.sizes.num_heads, sequences_of(problem), context,
+      [&](ScratchLayout& layout) { return forward_layout(layout, op); },
       [&](const Sequence& sequence, int64_t h, ForwardScratch scratch) {
         const Open& open = scratch.open;
         op.load_optional(op.in.initial_state, op.in.initial_state_bias, sequence.index, h, open.h, open.c);
@@ -466,7 +467,7 @@ void reference_step(const TttLinearStepProblem& problem, const Context& context)
     return static_cast<int32_t*>(args.position.data)[at(args.position, {slot})];
   };
   for_each_item(
-      op.sizes.num_heads, sequences, context, [&](Carver& carver) { return forward_layout(carver, op); },
+      op.sizes.num_heads, sequences, context, [&](ScratchLayout& layout) { return forward_layout(layout, op); },
       [&](const Sequence& sequence, int64_t h, ForwardScratch scratch) {
         const int64_t slot = slot_of(sequence);
         if (slot < 0) {
@@ -512,7 +513,7 @@ void reference_backward(const TttLinearBackwardProblem& problem, const Context& 
   double* const db = dw + count;
   fill(dw, 2 * count, 0);
   for_each_item(
-      H, sequences, context, [&](Carver& carver) { return backward_layout(carver, op, max_mini_batches); },
+      H, sequences, context, [&](ScratchLayout& layout) { return backward_layout(layout, op, max_mini_batches); },
       [&](const Sequence& sequence, int64_t h, const BackwardScratch& scratch) {
         const int64_t partial = (sequence.index * H + h) * D;
         HeadBackward(op, args, sequence, h, scratch, dw + partial, db + partial).run();

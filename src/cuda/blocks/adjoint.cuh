@@ -2,9 +2,9 @@
 // (threadIdx.x / 16, threadIdx.x % 16).
 #pragma once
 
+#include "core/blocks_problem.h"
 #include "cuda/blocks/tile.cuh"
 #include "cuda/common/warp.cuh"
-#include "ops/blocks_problem.h"
 
 namespace fastweight::cuda {
 

@@ -1,8 +1,8 @@
 // The chunks of a block's problem.
 #pragma once
 
+#include "core/blocks_problem.h"
 #include "cuda/common/first_chunks.h"
-#include "ops/blocks_problem.h"
 
 namespace fastweight::cuda {
 

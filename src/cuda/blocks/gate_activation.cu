@@ -13,7 +13,7 @@
 #include <algorithm>
 
 #include "cuda/blocks/chunks.h"
-#include "cuda/blocks/implementations.h"
+#include "cuda/blocks/kernels.h"
 #include "cuda/common/activations.cuh"
 #include "cuda/common/elements.cuh"
 #include "cuda/common/launch.h"

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <array>
 
-#include "cuda/blocks/implementations.h"
+#include "cuda/blocks/kernels.h"
 #include "cuda/common/elements.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/warp.cuh"

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "cuda/blocks/chunks.h"
-#include "cuda/blocks/implementations.h"
+#include "cuda/blocks/kernels.h"
 #include "cuda/common/elements.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/unit_lower.cuh"

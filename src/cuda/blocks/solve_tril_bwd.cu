@@ -5,7 +5,7 @@
 
 #include "cuda/blocks/adjoint.cuh"
 #include "cuda/blocks/chunks.h"
-#include "cuda/blocks/implementations.h"
+#include "cuda/blocks/kernels.h"
 #include "cuda/common/launch.h"
 
 namespace fastweight::cuda {

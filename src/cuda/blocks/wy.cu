@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "cuda/blocks/chunks.h"
-#include "cuda/blocks/implementations.h"
+#include "cuda/blocks/kernels.h"
 #include "cuda/blocks/tile.cuh"
 #include "cuda/common/launch.h"
 

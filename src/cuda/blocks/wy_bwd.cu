@@ -12,7 +12,7 @@
 
 #include "cuda/blocks/adjoint.cuh"
 #include "cuda/blocks/chunks.h"
-#include "cuda/blocks/implementations.h"
+#include "cuda/blocks/kernels.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/mma.cuh"
 

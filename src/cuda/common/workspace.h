@@ -10,7 +10,7 @@
 namespace fastweight::cuda {
 
 // From the context's source, or else from the device's default memory pool on the context's stream. Both may be used
-// while the stream is being captured. Arrays are laid out with `Carver` of ops/workspace.h.
+// while the stream is being captured. Arrays are laid out with `ScratchLayout` of core/workspace.h.
 class DeviceWorkspace {
  public:
   DeviceWorkspace(const Context& context, size_t bytes);

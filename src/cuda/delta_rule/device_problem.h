@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
+#include "core/delta_rule_problem.h"
 #include "cuda/common/sequences.h"
 #include "cuda/common/tensor.h"
-#include "ops/delta_rule_problem.h"
 
 namespace fastweight::cuda {
 

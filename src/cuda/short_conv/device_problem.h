@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
+#include "core/short_conv_problem.h"
 #include "cuda/common/sequences.h"
 #include "cuda/common/tensor.h"
-#include "ops/short_conv_problem.h"
 
 namespace fastweight::cuda {
 

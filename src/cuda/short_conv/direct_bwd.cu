@@ -19,7 +19,7 @@
 #include "cuda/common/activations.cuh"
 #include "cuda/common/first_chunks.h"
 #include "cuda/common/launch.h"
-#include "cuda/short_conv/implementations.h"
+#include "cuda/short_conv/kernels.h"
 #include "cuda/short_conv/window.cuh"
 
 namespace fastweight::cuda {

@@ -3,7 +3,7 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/ttt_linear/chunk.cuh"
-#include "cuda/ttt_linear/implementations.h"
+#include "cuda/ttt_linear/kernels.h"
 
 namespace fastweight::cuda::ttt {
 

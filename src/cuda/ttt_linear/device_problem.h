@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
+#include "core/ttt_linear_problem.h"
 #include "cuda/common/sequences.h"
 #include "cuda/common/tensor.h"
-#include "ops/ttt_linear_problem.h"
 
 namespace fastweight::cuda::ttt {
 

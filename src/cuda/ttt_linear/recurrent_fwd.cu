@@ -18,7 +18,7 @@
 #include "cuda/common/launch.h"
 #include "cuda/common/warp.cuh"
 #include "cuda/ttt_linear/device_problem.h"
-#include "cuda/ttt_linear/implementations.h"
+#include "cuda/ttt_linear/kernels.h"
 
 namespace fastweight::cuda::ttt {
 namespace {

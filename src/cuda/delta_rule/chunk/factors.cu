@@ -1,0 +1,180 @@
+// The factors of the chunk form with no decay or one per head. See chunk.cuh for the equations.
+//
+// One block of four warps per (chunk, value head). q and k stay as they are: their norms and the decays go into A, P
+// and three numbers per token. Each warp makes 16 rows of A and P, only the blocks on and below the diagonal.
+#include <algorithm>
+
+#include "cuda/common/launch.h"
+#include "cuda/delta_rule/chunk/chunk.cuh"
+
+namespace fastweight::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+// For K = 128 the memory of six blocks fits a multiprocessor of Hopper, whose warps hide each other's latencies.
+template <int kK>
+struct Shared {
+  union {
+    struct {
+      alignas(128) uint16_t k[kChunkRows * kK];
+      alignas(128) uint16_t q[kChunkRows * kK];
+    };
+    struct {  // once q and k have been read
+      alignas(16) float A[kChunkRows * kPitchOfA];
+      alignas(16) float T[kChunkRows * kPitchOfT];
+    };
+  };
+  float gamma[kChunkRows];  // log2, running sums
+  float beta[kChunkRows];
+  float rstd_k[kChunkRows], rstd_q[kChunkRows];
+};
+
+// Running sums of the log2 decays of a chunk by one warp, two neighbouring tokens per lane.
+__device__ __forceinline__ void sum_gates(const DeltaRuleDeviceProblem& p, const ChunkSpan& span, int head, int lane,
+                                          float* gamma) {
+  float g[2] = {0, 0};
+  if (p.gate != Gate::kNone) {
+    const float rate = p.gate_in_kernel ? gate_rate(p, head) : 0.0f;
+    const float bias = p.gate_in_kernel ? gate_bias(p, head, 0) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 2 * lane + i;
+      if (row >= span.length) continue;
+      const float x = load_float(p.g.data, p.g.dtype, row_offset(p.g, span.batch, span.begin + row, head));
+      g[i] = log2_decay(p, x, rate, bias);
+    }
+  }
+  float sum = g[0] + g[1];
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const float below = __shfl_up_sync(kAllLanes, sum, distance);
+    if (lane >= distance) sum += below;
+  }
+  gamma[2 * lane] = sum - g[1];
+  gamma[2 * lane + 1] = sum;
+}
+
+// Rows [16 block, +16) of x k^T as C tiles; tiles beyond the diagonal block are left alone.
+template <DType kType, int kK>
+__device__ __forceinline__ void gram_rows(const SharedTile<kK>& x, const SharedTile<kK>& k, int block, int lane,
+                                          float (&c)[8][4]) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0;
+#pragma unroll 2
+  for (int m = 0; m < kK / 16; ++m) {
+    uint32_t a[4];
+    x.load_a(16 * block, m, lane, a);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (n > block) continue;
+      uint32_t b[4];
+      k.load_b(16 * n, m, lane, b);
+      mma<kType>(c[2 * n], a, b[0], b[1]);
+      mma<kType>(c[2 * n + 1], a, b[2], b[3]);
+    }
+  }
+}
+
+// From rows [16 warp, +16) of k k^T.
+template <int kK>
+__device__ __forceinline__ void make_A(Shared<kK>& s, int warp, int lane, const float (&c)[8][4]) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    if (n / 2 > warp) continue;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int i = 16 * warp + lane / 4 + e / 2 * 8, j = 8 * n + 2 * (lane % 4) + e % 2;
+      const float factor = s.beta[i] * s.rstd_k[i] * s.rstd_k[j];
+      s.A[j * kPitchOfA + i] = i > j ? factor * exp2_approx(s.gamma[i] - s.gamma[j]) * c[n][e] : 0.0f;
+    }
+  }
+}
+
+template <DType kType, int kK>
+__device__ __forceinline__ void make_P(const Shared<kK>& s, float scale, int block, int lane, uint16_t* P) {
+  float c[8][4];
+  gram_rows<kType, kK>({const_cast<uint16_t*>(s.q)}, {const_cast<uint16_t*>(s.k)}, block, lane, c);
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    if (n / 2 > block) continue;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = 16 * block + lane / 4 + half * 8, j = 8 * n + 2 * (lane % 4);
+      float p[2] = {0, 0};
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (i < j + e) continue;
+        const float factor = scale * s.rstd_q[i] * s.rstd_k[j + e];
+        p[e] = factor * exp2_approx(s.gamma[i] - s.gamma[j + e]) * c[n][2 * half + e];
+      }
+      *reinterpret_cast<uint32_t*>(P + i * kChunkRows + j) = pack<kType>(p[0], p[1]);
+    }
+  }
+}
+
+template <int kK>
+__device__ __forceinline__ void store_token_factors(const Shared<kK>& s, float scale, float* token, float* total) {
+  const int i = threadIdx.x;
+  if (i >= kChunkRows) return;
+  const float read = exp2_approx(s.gamma[i]);
+  const float last = s.gamma[kChunkRows - 1];
+  token[kOnKeyRead * kChunkRows + i] = read * s.rstd_k[i];
+  token[kOnQueryRead * kChunkRows + i] = scale * read * s.rstd_q[i];
+  token[kOnWrite * kChunkRows + i] = exp2_approx(last - s.gamma[i]) * s.rstd_k[i];
+  if (i < 4) total[i] = exp2_approx(last);
+}
+
+template <DType kType, int kK>
+__global__ void __launch_bounds__(kThreads, 6) factors_kernel(const __grid_constant__ ChunkArgs args) {
+  wait_for_previous_kernels();
+  auto& s = dynamic_shared<Shared<kK>>();
+  const DeltaRuleDeviceProblem& p = args.problem;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  for_each_item(p, args.chunked, args.num_chunks, [&](int64_t item, const ChunkSpan& span, int head) {
+    const int key_head = head / p.group;
+    load_keys<kThreads, kK>(args, p.k, span, key_head, {s.k});
+    load_keys<kThreads, kK>(args, p.q, span, key_head, {s.q});
+    commit_copies();
+    if (warp == 0) sum_gates(p, span, head, lane, s.gamma);
+    if (threadIdx.x >= kThreads - kChunkRows) {
+      const int row = threadIdx.x - (kThreads - kChunkRows);
+      s.beta[row] = chunk_beta(p, span, head, row);
+    }
+    wait_copies<0>();
+    __syncthreads();
+    row_norms<kType, 2, kK>({s.k}, p.qk_l2norm, s.rstd_k);
+    row_norms<kType, 2, kK>({s.q}, p.qk_l2norm, s.rstd_q);
+    __syncthreads();
+    make_P<kType>(s, p.scale, 3 - warp, lane, args.factors.P + item * kChunkRows * kChunkRows);
+    float c[8][4];
+    gram_rows<kType, kK>({s.k}, {s.k}, warp, lane, c);
+    __syncthreads();
+    make_A(s, warp, lane, c);
+    __syncthreads();
+    invert_unit_lower(s.A, s.T, warp, lane);
+    __syncthreads();
+    store_lower<kType, kThreads>(s.T, s.beta, args.factors.T + item * kChunkRows * kChunkRows);
+    store_token_factors(s, p.scale, args.factors.token + item * kTokenFactors * kChunkRows,
+                        args.factors.total + item * args.factors.total_width);
+  });
+}
+
+}  // namespace
+
+size_t chunk_factors_bytes(int padded_k) {
+  size_t bytes = 0;
+  with_tile<64, 128, 256>(DType::kBF16, padded_k, [&]<DType, int kK>() { bytes = sizeof(Shared<kK>); });
+  return bytes;
+}
+
+void launch_chunk_factors(const ChunkArgs& args, int padded_k, const Context& context) {
+  const int64_t items = args.num_chunks * args.problem.num_value_heads;
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, 1 << 30));
+  with_tile<64, 128, 256>(args.problem.k.dtype, padded_k, [&]<DType kType, int kK>() {
+    launch<factors_kernel<kType, kK>>("delta_rule chunk factors", context, {blocks, kThreads, sizeof(Shared<kK>), true},
+                                      args);
+  });
+}
+
+}  // namespace fastweight::cuda

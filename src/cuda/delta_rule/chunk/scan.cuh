@@ -1,0 +1,435 @@
+// Forward in the chunk form: the scan over the chunks of a sequence. See chunk.cuh for the equations and the factors.
+//
+// A block has one (sequence, value head) and a range of value columns. Everything on the value side is transposed, so
+// that the state, S^T [columns x K], stays in registers as fp32 accumulators of the products that advance it. Half of
+// the warps advance the state, the other half computes o, each pair for the same columns:
+//
+//     state warps    X = S^T k^T    W = v^T - (..) X    N = W (T beta)^T    S^T = (..) S^T + N k
+//     output warps   O = S^T q^T    O = (..) O                              O = O + N P^T
+//
+// S and N pass through shared memory as operands. The right operands are shared by all warps; the output warps, which
+// have less to do, copy those of the next chunk meanwhile. The state warps are the chain from chunk to chunk: they wait
+// for the others only where these have long been ready.
+//
+// A column's sums do not depend on other columns: how many of them a warp has, and a block, changes no bit.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/common/launch.h"
+#include "cuda/delta_rule/chunk/chunk.cuh"
+#include "cuda/delta_rule/chunk/stage.cuh"
+#include "cuda/delta_rule/scan_part.cuh"
+
+namespace fastweight::cuda {
+namespace {
+
+constexpr int kTokenTiles = kChunkRows / 8;  // C tiles along the tokens of a chunk
+
+// [16 kTiles columns x 64 tokens], as C tiles.
+template <int kTiles>
+using Sums = float[kTiles][kTokenTiles][4];
+
+// The columns of a C tile are tokens: its elements 0 and 2 belong to one, 1 and 3 to the next.
+__device__ __forceinline__ float2 token_pair(const float* token, int factor, int tile, int lane) {
+  return *reinterpret_cast<const float2*>(token + factor * kChunkRows + 8 * tile + 2 * (lane % 4));
+}
+
+template <int kTiles>
+__device__ __forceinline__ void clear(Sums<kTiles>& sums) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) sums[i][n][0] = sums[i][n][1] = sums[i][n][2] = sums[i][n][3] = 0;
+  }
+}
+
+// sums += left right^T for columns [16 m, 16 m + 16) of both.
+template <DType kType, int kK, int kTiles>
+__device__ __forceinline__ void multiply_rows(const uint32_t (&left)[kTiles][4], const SharedTile<kK>& right, int m,
+                                              int lane, Sums<kTiles>& sums) {
+#pragma unroll
+  for (int n = 0; n < kChunkRows / 16; ++n) {
+    uint32_t b[4];
+    right.load_b(16 * n, m, lane, b);
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      mma<kType>(sums[i][2 * n], left[i], b[0], b[1]);
+      mma<kType>(sums[i][2 * n + 1], left[i], b[2], b[3]);
+    }
+  }
+}
+
+// sums += S^T q^T, with S as handed over.
+template <DType kType, int kK, int kTiles>
+__device__ __forceinline__ void read_state(const SharedTile<kK>& handed, int row, const SharedTile<kK>& queries,
+                                           int lane, Sums<kTiles>& sums) {
+#pragma unroll
+  for (int m = 0; m < kK / 16; ++m) {
+    uint32_t a[kTiles][4];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) handed.load_a(row + 16 * i, m, lane, a[i]);
+    multiply_rows<kType, kK, kTiles>(a, queries, m, lane, sums);
+  }
+}
+
+// sums += left right^T for the lower triangular right [64 x 64]: column block m of left meets row blocks from m on.
+template <DType kType, int kTiles>
+__device__ __forceinline__ void multiply_lower(const uint32_t (&left)[kTiles][4], const SharedTile<kChunkRows>& right,
+                                               int m, int lane, Sums<kTiles>& sums) {
+#pragma unroll
+  for (int n = m; n < kChunkRows / 16; ++n) {
+    uint32_t b[4];
+    right.load_b(16 * n, m, lane, b);
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      mma<kType>(sums[i][2 * n], left[i], b[0], b[1]);
+      mma<kType>(sums[i][2 * n + 1], left[i], b[2], b[3]);
+    }
+  }
+}
+
+// Token factors on the columns of sums.
+template <int kTiles>
+__device__ __forceinline__ void scale_tokens(const float* token, TokenFactor factor, int n, int lane,
+                                             Sums<kTiles>& sums) {
+  const float2 on = token_pair(token, factor, n, lane);
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    sums[i][n][0] *= on.x;
+    sums[i][n][1] *= on.y;
+    sums[i][n][2] *= on.x;
+    sums[i][n][3] *= on.y;
+  }
+}
+
+// X += S^T k^T, with S rounded to operands, which are handed over.
+template <DType kType, int kK, int kTiles>
+__device__ __forceinline__ void read_state(const float (&S)[kTiles][kK / 8][4], const SharedTile<kK>& handed, int row,
+                                           const SharedTile<kK>& keys, int lane, Sums<kTiles>& X) {
+#pragma unroll
+  for (int m = 0; m < kK / 16; ++m) {
+    uint32_t a[kTiles][4];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      pack_a<kType>(S[i][2 * m], S[i][2 * m + 1], a[i]);
+      handed.store_a(row + 16 * i, m, lane, a[i]);
+    }
+    multiply_rows<kType, kK, kTiles>(a, keys, m, lane, X);
+  }
+}
+
+// X becomes N, which is handed over.
+template <DType kType, int kTiles, int kK, bool kPerChannel, int kColumns>
+__device__ __forceinline__ void finish_writes(Stage<kK, kPerChannel, kColumns>& stage, const SharedTile<kChunkRows>& N,
+                                              int row, int lane, Sums<kTiles>& X) {
+  // W = v - E(gamma) X; per channel the keys have the factor.
+  uint32_t W[kChunkRows / 16][kTiles][4];
+#pragma unroll
+  for (int m = 0; m < kChunkRows / 16; ++m) {
+    uint32_t v[kTiles][4];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) stage.values().load_c_transposed(16 * m, row / 16 + i, lane, v[i]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int n = 2 * m + h;
+      const float2 on_x = kPerChannel ? make_float2(1.0f, 1.0f) : token_pair(stage.token, kOnKeyRead, n, lane);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        const float2 low = unpack<kType>(v[i][2 * h]), high = unpack<kType>(v[i][2 * h + 1]);
+        X[i][n][0] = fmaf(-on_x.x, X[i][n][0], low.x);
+        X[i][n][1] = fmaf(-on_x.y, X[i][n][1], low.y);
+        X[i][n][2] = fmaf(-on_x.x, X[i][n][2], high.x);
+        X[i][n][3] = fmaf(-on_x.y, X[i][n][3], high.y);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) pack_a<kType>(X[i][2 * m], X[i][2 * m + 1], W[m][i]);
+  }
+  clear<kTiles>(X);
+#pragma unroll
+  for (int m = 0; m < kChunkRows / 16; ++m) multiply_lower<kType, kTiles>(W[m], {stage.T}, m, lane, X);
+#pragma unroll
+  for (int m = 0; m < kChunkRows / 16; ++m) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      uint32_t a[4];
+      pack_a<kType>(X[i][2 * m], X[i][2 * m + 1], a);
+      N.store_a(row + 16 * i, m, lane, a);
+    }
+  }
+}
+
+// S^T = E(gamma_L) S^T + (E(gamma_L - gamma) N) k; per channel the keys have the inner factor. Scales N.
+template <DType kType, int kTiles, int kK, bool kPerChannel, int kColumns>
+__device__ __forceinline__ void advance_state(Stage<kK, kPerChannel, kColumns>& stage, int lane, Sums<kTiles>& N,
+                                              float (&S)[kTiles][kK / 8][4]) {
+#pragma unroll
+  for (int n = 0; n < kK / 8; ++n) {
+    const float2 total = kPerChannel ? *reinterpret_cast<const float2*>(stage.total + 8 * n + 2 * (lane % 4))
+                                     : make_float2(stage.total[0], stage.total[0]);
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      S[i][n][0] *= total.x;
+      S[i][n][1] *= total.y;
+      S[i][n][2] *= total.x;
+      S[i][n][3] *= total.y;
+    }
+  }
+  const SharedTile<kK> keys = stage.write_keys();
+#pragma unroll
+  for (int m = 0; m < kChunkRows / 16; ++m) {
+    if constexpr (!kPerChannel) {
+      scale_tokens<kTiles>(stage.token, kOnWrite, 2 * m, lane, N);
+      scale_tokens<kTiles>(stage.token, kOnWrite, 2 * m + 1, lane, N);
+    }
+    uint32_t a[kTiles][4];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) pack_a<kType>(N[i][2 * m], N[i][2 * m + 1], a[i]);
+#pragma unroll
+    for (int n = 0; n < kK / 16; ++n) {
+      uint32_t b[4];
+      keys.load_b_transposed(16 * m, n, lane, b);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        mma<kType>(S[i][2 * n], a[i], b[0], b[1]);
+        mma<kType>(S[i][2 * n + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// O += N P^T
+template <DType kType, int kTiles>
+__device__ __forceinline__ void add_writes(const SharedTile<kChunkRows>& N, int row, const SharedTile<kChunkRows>& P,
+                                           int lane, Sums<kTiles>& O) {
+#pragma unroll
+  for (int m = 0; m < kChunkRows / 16; ++m) {
+    uint32_t a[kTiles][4];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) N.load_a(row + 16 * i, m, lane, a[i]);
+    multiply_lower<kType, kTiles>(a, P, m, lane, O);
+  }
+}
+
+// The warp's columns of o, [row, row + 16 kTiles) of the block's, through a tile to `rows` rows of the caller. `first`
+// is the block's first column.
+template <DType kType, int kTiles, int kColumns>
+__device__ __forceinline__ void store_outputs(const ChunkArgs& args, const SharedTile<kColumns>& tile, int row,
+                                              int lane, uint16_t* o, int rows, int first, const Sums<kTiles>& O) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int m = 0; m < kChunkRows / 16; ++m) {
+      uint32_t c[4];
+      pack_a<kType>(O[i][2 * m], O[i][2 * m + 1], c);
+      tile.store_c_transposed(16 * m, row / 16 + i, lane, c);
+    }
+  }
+  __syncwarp();
+  constexpr int kSegments = 2 * kTiles, kStep = kWarpSize / kSegments;  // of a row of the warp; rows at a time
+  const int64_t row_stride = args.o.strides[1], stride = args.o.strides[3];
+  const int V = args.problem.head_dim_v, segment = row / 8 + lane % kSegments, column = first + 8 * segment;
+  const int top = lane / kSegments, count = column < V ? rows : 0;
+  o += top * row_stride + column * stride;
+  if (args.vector_outputs) {
+#pragma unroll
+    for (int i = 0; i < kChunkRows; i += kStep, o += kStep * row_stride) {
+      if (top + i < count)
+        *reinterpret_cast<uint4*>(o) = *reinterpret_cast<const uint4*>(tile.segment(top + i, segment));
+    }
+  } else {
+#pragma unroll 1
+    for (int i = top; i < count; i += kStep, o += kStep * row_stride) {
+      for (int e = 0; e < 8 && column + e < V; ++e) o[e * stride] = tile.segment(i, segment)[e];
+    }
+  }
+}
+
+// Barriers between the two kinds of warps of a block, all of which take part in each. One kind waits, the other arrives
+// and goes on.
+//
+//     kStageReady    the output warps have copied the chunk's operands, and need S and N of the chunk before no more
+//     kStateReady    the state warps have written S of the chunk
+//     kWritesReady   the state warps have written N of the chunk, and need v no more
+//     k..StageFree   the state warps need the chunk's operands no more; not after the last chunk
+//
+// The state warps cannot begin a chunk before the output warps have passed all barriers of the chunk before but the
+// last: of that one there are two, for even and for odd chunks.
+enum { kStageReady = 1, kStateReady, kWritesReady, kEvenStageFree, kOddStageFree };
+
+template <DType kType, int kK, bool kPerChannel, int kTiles, int kPairs>
+struct Scan {
+  static constexpr int kColumns = kColumnsOfBlock<kTiles, kPairs>;
+  static constexpr int kThreads = 2 * kPairs * kWarpSize;
+  using Stages = Stage<kK, kPerChannel, kColumns>*;
+
+  const ChunkArgs& args;
+  const ScanPart& part;
+  const SequenceSpan& span;
+  int chunks;
+  Handover<kK, kColumns>& handover;
+  Stages stage;
+  bool two_stages;
+  int row, lane;  // the warp's first column in the block
+
+  __device__ __forceinline__ Stage<kK, kPerChannel, kColumns>& stage_of(int c) const {
+    return stage[two_stages ? c % 2 : 0];
+  }
+
+  // The state is written in one place of the code, which its compile time asks for.
+  __device__ __forceinline__ void advance_states() const {
+    const int K = args.problem.head_dim_k, V = args.problem.head_dim_v;
+    float S[kTiles][kK / 8][4] = {};
+    if (args.initial_state.present()) {
+      const int64_t base = state_offset(args.initial_state, part);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        load_state<kK>(args.initial_state, base, part.column + row + 16 * i, K, V, lane, S[i]);
+      }
+    }
+    for (int c = 0;; ++c) {
+      // Where registers are short, no address is kept from chunk to chunk; elsewhere that costs time.
+      const int here = kPerChannel || kK > 128 ? settled(lane) : lane;
+      const bool last = c == chunks;
+      if (last || args.chunk_states.present()) {
+        const StatePlace place = last ? final_place(args, part) : chunk_place(args, part, span.batch, c);
+        const int there = settled(lane);
+        if (place.exists) {
+#pragma unroll
+          for (int i = 0; i < kTiles; ++i) {
+            store_state<kK>(place.states, place.offset, part.column + row + 16 * i, K, V, there, S[i]);
+          }
+        }
+      }
+      if (last) return;
+      part_barrier<kStageReady>(kThreads);
+      Stage<kK, kPerChannel, kColumns>& current = stage_of(c);
+      Sums<kTiles> X;
+      clear<kTiles>(X);
+      read_state<kType, kK, kTiles>(S, handover.S(), row, current.read_keys(), here, X);
+      arrive_at_part_barrier<kStateReady>(kThreads);
+      finish_writes<kType, kTiles>(current, handover.N(), row, here, X);
+      arrive_at_part_barrier<kWritesReady>(kThreads);
+      advance_state<kType, kTiles>(current, here, X, S);
+      if (c + 1 < chunks) {
+        c % 2 == 0 ? arrive_at_part_barrier<kEvenStageFree>(kThreads) : arrive_at_part_barrier<kOddStageFree>(kThreads);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void compute_outputs(int thread) const {
+    if (chunks == 0) return;
+    const int64_t C = args.chunked.chunk_size;
+    Feed<kK, kPerChannel, kColumns, kThreads / 2> feed(args, part, span, thread);
+    auto* o = static_cast<uint16_t*>(args.o.data) + row_offset(args.o, span.batch, span.begin, part.head);
+    feed.next(stage[0]);
+    commit_copies();
+    wait_copies<0>();
+    if (two_stages) arrive_at_part_barrier<kStageReady>(kThreads);
+    for (int c = 0; c < chunks; ++c, o += C * args.o.strides[1]) {
+      Stage<kK, kPerChannel, kColumns>& current = stage_of(c);
+      const bool more = c + 1 < chunks;
+      if (c > 0) c % 2 == 1 ? part_barrier<kEvenStageFree>(kThreads) : part_barrier<kOddStageFree>(kThreads);
+      if (two_stages) {
+        if (more) feed.next(stage_of(c + 1));
+        commit_copies();
+      } else {
+        if (c > 0) feed.next(current);
+        commit_copies();
+        wait_copies<0>();
+        part_barrier<kStageReady>(kThreads);
+      }
+      part_barrier<kStateReady>(kThreads);
+      Sums<kTiles> O;
+      clear<kTiles>(O);
+      read_state<kType, kK, kTiles>(handover.S(), row, current.queries(), lane, O);
+      if constexpr (!kPerChannel) {
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) scale_tokens<kTiles>(current.token, kOnQueryRead, n, lane, O);
+      }
+      part_barrier<kWritesReady>(kThreads);
+      add_writes<kType, kTiles>(handover.N(), row, {current.P}, lane, O);
+      if (two_stages && more) {
+        wait_copies<0>();
+        arrive_at_part_barrier<kStageReady>(kThreads);
+      }
+      store_outputs<kType, kTiles>(args, current.values(), row, lane, o, static_cast<int>(min(span.length - c * C, C)),
+                                   part.column, O);
+    }
+  }
+};
+
+// A block per part; a smaller grid goes round.
+template <DType kType, int kK, bool kPerChannel, int kTiles, int kPairs>
+__global__ void __launch_bounds__(2 * kPairs * kWarpSize, 1)
+    scan_kernel(const __grid_constant__ ChunkArgs args, bool two_stages, int64_t parts) {
+  using Part = Scan<kType, kK, kPerChannel, kTiles, kPairs>;
+  wait_for_previous_kernels();
+  auto& handover = dynamic_shared<Handover<kK, Part::kColumns>>();
+  auto* stage = reinterpret_cast<typename Part::Stages>(&handover + 1);
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const DeltaRuleDeviceProblem& p = args.problem;
+  for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
+    const ScanPart part = scan_part_at(p, args.chunked, at, Part::kColumns);
+    const SequenceSpan span = sequence_at(p.sequences, part.sequence);
+    // Offsets out of order may claim more chunks than there is scratch memory for.
+    const auto chunks = static_cast<int>(
+        max(min(chunks_of(span.length, args.chunked.chunk_size), args.num_chunks - part.first_chunk), int64_t{0}));
+    const int row = warp % kPairs * 16 * kTiles;
+    const Part scan{args, part, span, chunks, handover, stage, two_stages, row, lane};
+    if (warp < kPairs) {
+      scan.advance_states();
+    } else {
+      scan.compute_outputs(static_cast<int>(threadIdx.x) - kPairs * kWarpSize);
+    }
+    __syncthreads();  // before the next part's first copies
+  }
+}
+
+template <DType kType, int kK, bool kPerChannel, int kTiles, int kPairs>
+void launch_scan(const ChunkArgs& args, size_t shared_limit, const Context& context) {
+  constexpr int kColumns = kColumnsOfBlock<kTiles, kPairs>;
+  const DeltaRuleDeviceProblem& p = args.problem;
+  const int64_t parts = p.sequences.count * p.num_value_heads * ((p.head_dim_v + kColumns - 1) / kColumns);
+  const bool two_stages = scan_bytes<kK, kPerChannel, kColumns>(2) <= shared_limit;
+  launch<scan_kernel<kType, kK, kPerChannel, kTiles, kPairs>>(
+      "delta_rule chunk", context,
+      {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), 2 * kPairs * kWarpSize,
+       scan_bytes<kK, kPerChannel, kColumns>(two_stages ? 2 : 1), true},
+      args, two_stages, parts);
+}
+
+// Wide warps share their operands best, narrow blocks fill the device when there are few heads. Two tiles of columns
+// with 256 channels exceed the registers.
+template <DType kType, int kK, bool kPerChannel>
+void launch_scan(const ChunkArgs& args, const Context& context) {
+  const DeltaRuleDeviceProblem& p = args.problem;
+  const int device = context.device.index, multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, device);
+  const auto limit = static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  const auto blocks = [&](int columns) {
+    return p.sequences.count * p.num_value_heads * ((p.head_dim_v + columns - 1) / columns);
+  };
+  if constexpr (kK <= 128) {
+    if (p.head_dim_v > 64 && blocks(64) > multiprocessors && scan_bytes<kK, kPerChannel, 128>(2) <= limit) {
+      launch_scan<kType, kK, kPerChannel, 2, 4>(args, limit, context);
+      return;
+    }
+  }
+  if (p.head_dim_v <= 32 || blocks(32) <= multiprocessors) {
+    launch_scan<kType, kK, kPerChannel, 1, 2>(args, limit, context);
+  } else {
+    launch_scan<kType, kK, kPerChannel, 1, 4>(args, limit, context);
+  }
+}
+
+}  // namespace
+
+template <DType kType>
+void launch_scan(const ChunkArgs& args, int padded_k, bool per_channel, const Context& context) {
+  with_padded_k<64, 128, 256>(padded_k, [&]<int kK>() {
+    per_channel ? launch_scan<kType, kK, true>(args, context) : launch_scan<kType, kK, false>(args, context);
+  });
+}
+
+}  // namespace fastweight::cuda

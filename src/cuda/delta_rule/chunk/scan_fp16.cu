@@ -1,0 +1,7 @@
+#include "cuda/delta_rule/chunk/scan.cuh"
+
+namespace fastweight::cuda {
+
+template void launch_scan<DType::kF16>(const ChunkArgs& args, int padded_k, bool per_channel, const Context& context);
+
+}  // namespace fastweight::cuda

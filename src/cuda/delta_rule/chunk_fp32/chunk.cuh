@@ -1,0 +1,83 @@
+// The chunk form with the accuracy of fp32, for tensors of any type: every product of the scan is one of split numbers
+// (common/split.cuh), everything else is fp32. The equations are those of chunk.cuh, in two steps as there:
+// chunk_factors_fp32.cu, all tiles at once, then the scan of chunk_fwd_fp32.cu.
+//
+// A tile is 16 tokens whatever options.chunk_size, which is a multiple: the scan waits for the tensor cores, and short
+// tiles ask least of them (with L rows 3 K V + 2 L V multiply-adds per token, each in three products) and leave the
+// factors so few that the multiply-add units do them. Decays between tokens are products of the tokens' own decays,
+// never a difference of sums and never divided by: a gate of -1000 is a factor of 0 and costs its neighbours no digits.
+#pragma once
+
+#include "cuda/common/split.cuh"
+#include "cuda/delta_rule/chunk/chunk.cuh"
+
+namespace fastweight::cuda {
+
+inline constexpr int kTileRows = 16;
+
+// What the scan needs of every (tile, value head), in scratch memory; ChunkFactors in fp32.
+struct TileFactors {
+  float* T = nullptr;      // [tiles][HV][16][16]; beta per value channel: A without beta, which is not inverted
+  float* P = nullptr;      // [tiles][HV][16][16]
+  float* token = nullptr;  // [tiles][HV][4][16], by TokenFactor
+  float* total = nullptr;  // [tiles][HV][total_width]: exp(gamma_L), per channel or once
+  float* keys = nullptr;   // per channel [tiles][HV][3][16][padded K]: k E(gamma), scale q E(gamma), k E(gamma_L -
+                           // gamma)
+  int total_width = 4;     // padded K per channel, else 4 of which the first counts
+};
+
+struct TileArgs {
+  DeltaRuleDeviceProblem problem;
+  ChunkedSequences tiles;  // in chunks of kTileRows
+  int64_t num_tiles = 0;   // at most, over all sequences
+  TileFactors factors;
+  DeviceTensor o;
+  DeviceStates initial_state, final_state, chunk_states;
+  ChunkedSequences chunked;  // in chunks of options.chunk_size, where chunk_states are wanted
+  int64_t state_chunks = 0;  // of chunk_states
+};
+
+// `rows` rows of a [.., width] tensor into a tile; zeros elsewhere. Copies of fp32 are asynchronous: the caller commits
+// them and waits.
+template <int kColumns>
+__device__ __forceinline__ void load_rows(const FloatTile<kColumns>& tile, const DeviceTensor& x, int64_t offset,
+                                          int rows, int width) {
+  constexpr int kQuads = FloatTile<kColumns>::kQuads;
+  const bool as_it_lies = x.dtype == DType::kF32 && x.quads;
+  for (int at = threadIdx.x; at < kTileRows * kQuads; at += blockDim.x) {
+    const int row = at / kQuads, column = at % kQuads * 4;
+    const bool inside = row < rows && column < width;
+    const char* from = element_at(x.data, x.dtype, offset + (inside ? row : 0) * x.strides[1]);
+    if (as_it_lies) {
+      copy_async(shared_address(&tile.at(row, column)), from + byte_offset(DType::kF32, inside ? column : 0), inside);
+      continue;
+    }
+    float values[4] = {};
+    if (inside) {
+      const RawQuad raw = load_part(x, from, column, width);
+      with_type(x.dtype, [&](auto type) { decode_quad<type.value>(raw, values); });
+    }
+    tile.quad(row, column / 4) = make_float4(values[0], values[1], values[2], values[3]);
+  }
+}
+
+// One launch over all (tile, value head) pairs, and the shared memory that a block takes.
+void launch_tile_factors(const TileArgs& args, int padded_k, const Context& context);
+size_t tile_factors_bytes(int padded_k, bool per_channel);
+
+// Calls body.template operator()<kK, kPerChannel>() for the padded K and the gate of a problem.
+template <class Body>
+void with_width(int padded_k, bool per_channel, const Body& body) {
+  const auto with_gate = [&]<bool kPerChannel>() {
+    if (padded_k == 64) {
+      body.template operator()<64, kPerChannel>();
+    } else if (padded_k == 128) {
+      body.template operator()<128, kPerChannel>();
+    } else {
+      body.template operator()<256, kPerChannel>();
+    }
+  };
+  per_channel ? with_gate.template operator()<true>() : with_gate.template operator()<false>();
+}
+
+}  // namespace fastweight::cuda

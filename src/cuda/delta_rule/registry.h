@@ -1,0 +1,15 @@
+// What the CUDA backend offers to `ops` for the delta-rule family, most special first. Empty in a build without CUDA.
+#pragma once
+
+#include <span>
+
+#include "core/delta_rule_problem.h"
+#include "core/implementation.h"
+
+namespace fastweight::cuda {
+
+std::span<const Implementation<DeltaRuleForwardProblem>> delta_rule_forward_list();
+std::span<const Implementation<DeltaRuleBackwardProblem>> delta_rule_backward_list();
+std::span<const Implementation<DeltaRuleStepProblem>> delta_rule_step_list();
+
+}  // namespace fastweight::cuda
