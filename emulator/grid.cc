@@ -290,9 +290,9 @@ void together(const char* name, WarpOperation operation, void* mine) {
   Block::instance().stop(State::kTogether);
 }
 
-void block_barrier() { part_barrier(0, 0); }
+void block_barrier() { named_barrier(0, 0); }
 
-void part_barrier(int id, int threads) {
+void named_barrier(int id, int threads) {
   Block& block = Block::instance();
   block.arrive(id, threads);
   block.current().barrier = static_cast<size_t>(id);
@@ -300,7 +300,7 @@ void part_barrier(int id, int threads) {
 }
 
 // Those who waited may get ahead of the one that arrives.
-void arrive_at_part_barrier(int id, int threads) {
+void arrive_at_named_barrier(int id, int threads) {
   Block::instance().arrive(id, threads);
   Block::instance().stop(State::kPaused);
 }

@@ -39,8 +39,8 @@ void together(const char* name, WarpOperation operation, void* mine);
 // The block's barrier 0, for all threads that have not left; and one of the others, 1 to 15, for so many threads, some
 // of which may only arrive at it and go on.
 void block_barrier();
-void part_barrier(int id, int threads);
-void arrive_at_part_barrier(int id, int threads);
+void named_barrier(int id, int threads);
+void arrive_at_named_barrier(int id, int threads);
 
 // Every thread of a grid that overlaps has to call this.
 void wait_for_previous_kernels();

@@ -17,26 +17,26 @@ TensorView dense_view(DType dtype, std::initializer_list<int64_t> shape) {
   return TensorView::dense(memory, dtype, shape);
 }
 
-TEST(CudaLayout, Quads) {
+TEST(CudaLayout, VectorsOfFour) {
   for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     const TensorView view = dense_view(dtype, {2, 3, 4, 8});
-    EXPECT_TRUE(device_tensor(view).quads);
+    EXPECT_TRUE(device_tensor(view).vec4s);
 
     TensorView shifted = view;
     shifted.data = static_cast<char*>(view.data) + 2 * element_size(dtype);
-    EXPECT_FALSE(device_tensor(shifted).quads) << "two elements off";
+    EXPECT_FALSE(device_tensor(shifted).vec4s) << "two elements off";
     shifted.data = static_cast<char*>(view.data) + 4 * element_size(dtype);
-    EXPECT_TRUE(device_tensor(shifted).quads) << "one quad off";
+    EXPECT_TRUE(device_tensor(shifted).vec4s) << "one vec4 off";
 
-    EXPECT_FALSE(device_tensor(dense_view(dtype, {2, 3, 4, 6})).quads) << "a row of six";
+    EXPECT_FALSE(device_tensor(dense_view(dtype, {2, 3, 4, 6})).vec4s) << "a row of six";
     TensorView gaps = view;
     gaps.strides[2] = 10;
-    EXPECT_FALSE(device_tensor(gaps).quads) << "rows ten apart";
+    EXPECT_FALSE(device_tensor(gaps).vec4s) << "rows ten apart";
     gaps.shape[2] = 1;
-    EXPECT_TRUE(device_tensor(gaps).quads) << "one row: its stride does not matter";
+    EXPECT_TRUE(device_tensor(gaps).vec4s) << "one row: its stride does not matter";
     TensorView spread = view;
     spread.strides[3] = 2;
-    EXPECT_FALSE(device_tensor(spread).quads) << "every second element";
+    EXPECT_FALSE(device_tensor(spread).vec4s) << "every second element";
   }
   EXPECT_FALSE(device_tensor({}).present());
 }
@@ -46,10 +46,10 @@ TEST(CudaLayout, StatesInEitherOrder) {
   const DeviceStates a = device_states(k_first, false), b = device_states(v_first, true);
   EXPECT_EQ(a.k_stride, 40);
   EXPECT_EQ(a.v_stride, 1);
-  EXPECT_TRUE(a.v_quads && !a.k_quads);
+  EXPECT_TRUE(a.v_vec4s && !a.k_vec4s);
   EXPECT_EQ(b.k_stride, 1);
   EXPECT_EQ(b.v_stride, 24);
-  EXPECT_TRUE(b.k_quads && !b.v_quads);
+  EXPECT_TRUE(b.k_vec4s && !b.v_vec4s);
   for (const DeviceStates& states : {a, b}) {
     EXPECT_EQ(states.outer_strides[0], 2 * 24 * 40);
     EXPECT_EQ(states.outer_strides[1], 24 * 40);
@@ -57,7 +57,7 @@ TEST(CudaLayout, StatesInEitherOrder) {
   const DeviceStates chunks = device_states(dense_view(DType::kBF16, {1, 7, 2, 24, 40}), false);
   EXPECT_EQ(chunks.outer_strides[1], 2 * 24 * 40);
   EXPECT_EQ(chunks.outer_strides[2], 24 * 40);
-  EXPECT_FALSE(device_states(dense_view(DType::kF32, {5, 2, 24, 3}), false).v_quads) << "three columns";
+  EXPECT_FALSE(device_states(dense_view(DType::kF32, {5, 2, 24, 3}), false).v_vec4s) << "three columns";
 }
 
 TEST(CudaLayout, OptionsOfAProblem) {
@@ -86,13 +86,13 @@ TEST(CudaLayout, OptionsOfAProblem) {
   EXPECT_EQ(device.beta_factor, 2.0f);
   EXPECT_EQ(device.lower_bound, -5.0f);
   EXPECT_TRUE(device.has_lower_bound && device.gate_in_kernel && device.beta_sigmoid && device.beta_per_value);
-  EXPECT_TRUE(device.qkv_quads);
+  EXPECT_TRUE(device.qkv_vec4s);
   EXPECT_FALSE(device.a_log.present() || device.dt_bias.present());
 
   problem.args.options.lower_bound = DeltaRuleOptions::kUnset;
   problem.args.in.v.strides[1] += 2;
   EXPECT_FALSE(device_problem(problem).has_lower_bound);
-  EXPECT_FALSE(device_problem(problem).qkv_quads);
+  EXPECT_FALSE(device_problem(problem).qkv_vec4s);
 }
 
 }  // namespace

@@ -231,7 +231,7 @@ void wait_copies() {
 }
 
 template <class T>
-T settled(T value) {
+T opaque(T value) {
   return value;
 }
 
@@ -241,14 +241,14 @@ inline void let_next_kernel_start() {}
 inline void prefetch(const void*) {}
 
 template <int kId>
-void part_barrier(int threads) {
+void named_barrier(int threads) {
   static_assert(kId >= 1 && kId <= 15);
-  emulator::part_barrier(kId, threads);
+  emulator::named_barrier(kId, threads);
 }
 template <int kId>
-void arrive_at_part_barrier(int threads) {
+void arrive_at_named_barrier(int threads) {
   static_assert(kId >= 1 && kId <= 15);
-  emulator::arrive_at_part_barrier(kId, threads);
+  emulator::arrive_at_named_barrier(kId, threads);
 }
 
 inline float exp2_approx(float x) {

@@ -86,11 +86,11 @@ __device__ __forceinline__ void store_numbers(const DeviceTensor& x, const Chunk
 // ---------------------------------------------------------------------------------------------------
 
 // A chunk matrix [B, T, HV, C] without what stands above the diagonal, or on it. use(row, column, values) for its
-// quads.
+// vec4s.
 template <class Use>
 __device__ __forceinline__ void read_lower(const DeviceTensor& x, const ChunkSpan& span, int64_t head, int chunk_size,
                                            bool diagonal, const Use& use) {
-  read_quads(x, chunk_size, 0, chunk_size, chunk_size, rows_of(x, span, head),
+  read_vec4s(x, chunk_size, 0, chunk_size, chunk_size, rows_of(x, span, head),
              [&](int row, int column, float(&values)[4]) {
 #pragma unroll
                for (int e = 0; e < 4; ++e) {

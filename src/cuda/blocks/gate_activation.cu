@@ -87,18 +87,18 @@ __device__ __forceinline__ int64_t offset_of(const DeviceTensor& x, const ChunkS
   return row_offset(x, span.batch, span.begin + token, columns.head) + columns.offset * x.strides[3];
 }
 
-// kColumns == 4: the tensor has quads.
+// kColumns == 4: the tensor has vec4s.
 template <DType kType, int kColumns>
 __device__ __forceinline__ void load_tile(const DeviceTensor& x, int64_t offset, int64_t step, int tokens,
                                           float (&values)[kTile][kColumns]) {
-  RawQuad raw[kTile];
+  RawVec4 raw[kTile];
 #pragma unroll
   for (int i = 0; i < kTile; ++i) {
     raw[i] = {};
     if (i >= tokens) continue;
     const char* address = element_at(x.data, kType, offset + i * step);
     if constexpr (kColumns == 4) {
-      raw[i] = load_quad<kType>(address);
+      raw[i] = load_vec4<kType>(address);
     } else {
       raw[i].words[0] = load_bits(address, kType);
     }
@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_tile(const DeviceTensor& x, int64_t offset,
 #pragma unroll
   for (int i = 0; i < kTile; ++i) {
     if constexpr (kColumns == 4) {
-      decode_quad<kType>(raw[i], values[i]);
+      decode_vec4<kType>(raw[i], values[i]);
     } else {
       values[i][0] = decode(raw[i].words[0], kType);
     }
@@ -283,9 +283,9 @@ __global__ void __launch_bounds__(kThreads) gate_sums_kernel(const __grid_consta
 
 // Calls body.template operator()<kType, kColumns>().
 template <class Body>
-void with_columns(DType dtype, bool quads, const Body& body) {
+void with_columns(DType dtype, bool vec4s, const Body& body) {
   with_element_type(dtype, [&]<DType kType>() {
-    quads ? body.template operator()<kType, 4>() : body.template operator()<kType, 1>();
+    vec4s ? body.template operator()<kType, 4>() : body.template operator()<kType, 1>();
   });
 }
 
@@ -294,7 +294,7 @@ unsigned blocks_for(int64_t threads) {
 }
 
 // Four columns to a thread where there are enough of them to fill a large device all the same.
-bool worth_quads(int64_t columns) {
+bool worth_vec4s(int64_t columns) {
   constexpr int64_t kManyColumns = 256;
   return columns >= kManyColumns;
 }
@@ -329,8 +329,8 @@ void run_forward(Args args, const NumberedChunks& chunks, const Context& context
   args.chunked = chunks.chunked();
   args.num_chunks = chunks.count();
   if (args.num_chunks == 0) return;
-  const bool quads = args.x.quads && args.y.quads && worth_quads(args.columns);
-  with_columns(args.x.dtype, quads, [&]<DType kType, int kColumns>() {
+  const bool vec4s = args.x.vec4s && args.y.vec4s && worth_vec4s(args.columns);
+  with_columns(args.x.dtype, vec4s, [&]<DType kType, int kColumns>() {
     launch<gate_forward_kernel<kType, kColumns>>(
         "gate forward", context, {blocks_for(args.num_chunks * (args.columns / kColumns)), kThreads}, args);
   });
@@ -365,8 +365,8 @@ void blocks::direct(const BlockProblem<GateActivationBackward>& problem, const C
   const DeviceWorkspace workspace(context, static_cast<size_t>(2 * args.num_runs * args.columns) * sizeof(double));
   args.sums = static_cast<double*>(workspace.data());
   if (args.num_runs > 0) {
-    const bool quads = args.x.quads && args.dg.quads && (!args.dx.present() || args.dx.quads);
-    with_columns(args.x.dtype, quads && worth_quads(args.columns), [&]<DType kType, int kColumns>() {
+    const bool vec4s = args.x.vec4s && args.dg.vec4s && (!args.dx.present() || args.dx.vec4s);
+    with_columns(args.x.dtype, vec4s && worth_vec4s(args.columns), [&]<DType kType, int kColumns>() {
       launch<gate_backward_kernel<kType, kColumns>>(
           "gate backward", context, {blocks_for(args.num_runs * (args.columns / kColumns)), kThreads}, args);
     });

@@ -16,7 +16,7 @@ namespace fastweight::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kQuads = 2;  // of a lane at a time
+constexpr int kVec4s = 2;  // of a lane at a time
 constexpr int kAxes = kMaxRank - 1;
 
 // Rows [..] of a tensor [.., D], their axes merged where they lie one after the other.
@@ -51,36 +51,36 @@ __device__ __forceinline__ int64_t row_start(const Rows& rows, const RowTensor& 
   return offset + row * x.row_strides[0];
 }
 
-// Quads q * lanes + lane of a row from element `base` on; zeros beyond its end.
+// Vec4 q * lanes + lane of a row from element `base` on; zeros beyond its end.
 template <DType kType>
 __device__ __forceinline__ void load_part(const RowTensor& x, int64_t start, int64_t first, int64_t step, int64_t width,
-                                          float (&values)[kQuads][4]) {
-  RawQuad raw[kQuads];
+                                          float (&values)[kVec4s][4]) {
+  RawVec4 raw[kVec4s];
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
+  for (int q = 0; q < kVec4s; ++q) {
     const int64_t at = first + q * step;
     raw[q] = {};
     if (at >= width) continue;
-    if (x.tensor.quads) {
-      raw[q] = load_quad<kType>(element_at(x.tensor.data, kType, start + at));
+    if (x.tensor.vec4s) {
+      raw[q] = load_vec4<kType>(element_at(x.tensor.data, kType, start + at));
     } else {
       const int count = static_cast<int>(width - at < 4 ? width - at : 4);
-      raw[q] = gather_quad(x.tensor.data, kType, start + at * x.stride, x.stride, count);
+      raw[q] = gather_vec4(x.tensor.data, kType, start + at * x.stride, x.stride, count);
     }
   }
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) decode_quad<kType>(raw[q], values[q]);
+  for (int q = 0; q < kVec4s; ++q) decode_vec4<kType>(raw[q], values[q]);
 }
 
 // Of type kType or fp32.
 template <DType kType>
 __device__ __forceinline__ void store_part(const RowTensor& y, int64_t start, int64_t first, int64_t step,
-                                           int64_t width, const float (&values)[kQuads][4]) {
+                                           int64_t width, const float (&values)[kVec4s][4]) {
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
+  for (int q = 0; q < kVec4s; ++q) {
     const int64_t at = first + q * step;
     if (at >= width) continue;
-    if (!y.tensor.quads) {
+    if (!y.tensor.vec4s) {
       const int count = static_cast<int>(width - at < 4 ? width - at : 4);
       scatter_quad(y.tensor.data, y.tensor.dtype, start + at * y.stride, y.stride, count, values[q]);
     } else if (kType == DType::kF32 || y.tensor.dtype == DType::kF32) {
@@ -111,14 +111,14 @@ __device__ __forceinline__ void for_each_row(const Args& args, const Body& body)
 template <DType kType>
 __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ Args args) {
   for_each_row(args, [&](int64_t row, bool exists, int lane) {
-    const int64_t width = exists ? args.rows.width : 0, step = 4 * args.lanes, round = kQuads * step;
+    const int64_t width = exists ? args.rows.width : 0, step = 4 * args.lanes, round = kVec4s * step;
     const int64_t x_start = row_start(args.rows, args.x, row), y_start = row_start(args.rows, args.y, row);
-    float x[kQuads][4];
+    float x[kVec4s][4];
     float sum = 0;
     for (int64_t base = 0; base < args.rows.width; base += round) {
       load_part<kType>(args.x, x_start, base + 4 * lane, step, width, x);
 #pragma unroll
-      for (int q = 0; q < kQuads; ++q) {
+      for (int q = 0; q < kVec4s; ++q) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) sum = fmaf(x[q][e], x[q][e], sum);
       }
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ 
     for (int64_t base = 0; base < width; base += round) {
       if (args.rows.width > round) load_part<kType>(args.x, x_start, base + 4 * lane, step, width, x);
 #pragma unroll
-      for (int q = 0; q < kQuads; ++q) {
+      for (int q = 0; q < kVec4s; ++q) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[q][e] *= rstd;
       }
@@ -143,9 +143,9 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ 
 template <DType kType>
 __global__ void __launch_bounds__(kThreads) norm_adjoint_kernel(const __grid_constant__ Args args) {
   for_each_row(args, [&](int64_t row, bool exists, int lane) {
-    const int64_t width = exists ? args.rows.width : 0, step = 4 * args.lanes, round = kQuads * step;
+    const int64_t width = exists ? args.rows.width : 0, step = 4 * args.lanes, round = kVec4s * step;
     const int64_t y_start = row_start(args.rows, args.y, row), dy_start = row_start(args.rows, args.dy, row);
-    float y[kQuads][4], dy[kQuads][4];
+    float y[kVec4s][4], dy[kVec4s][4];
     const auto load = [&](int64_t base) {
       load_part<kType>(args.y, y_start, base + 4 * lane, step, width, y);
       with_type(args.dy.tensor.dtype,
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads) norm_adjoint_kernel(const __grid_con
     for (int64_t base = 0; base < args.rows.width; base += round) {
       load(base);
 #pragma unroll
-      for (int q = 0; q < kQuads; ++q) {
+      for (int q = 0; q < kVec4s; ++q) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) sum = fmaf(y[q][e], dy[q][e], sum);
       }
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads) norm_adjoint_kernel(const __grid_con
     for (int64_t base = 0; base < width; base += round) {
       if (args.rows.width > round) load(base);
 #pragma unroll
-      for (int q = 0; q < kQuads; ++q) {
+      for (int q = 0; q < kVec4s; ++q) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) dy[q][e] = rstd * fmaf(-y[q][e], along, dy[q][e]);
       }
@@ -206,7 +206,7 @@ Rows merge_axes(const TensorView& like, const std::array<std::pair<const TensorV
 
 void set_lanes(Args& args) {
   args.lanes = 8;
-  while (args.lanes < kWarpSize && args.lanes * 4 * kQuads < args.rows.width) args.lanes *= 2;
+  while (args.lanes < kWarpSize && args.lanes * 4 * kVec4s < args.rows.width) args.lanes *= 2;
 }
 
 LaunchShape shape_of(const Args& args) {

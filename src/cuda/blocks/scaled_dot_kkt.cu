@@ -103,7 +103,7 @@ __device__ __forceinline__ void store_tile(const Args& args, const ChunkSpan& sp
 // Channels [first, first + depth) of a chunk's keys.
 __device__ __forceinline__ void stage_keys(const Args& args, const ChunkSpan& span, int64_t head, int first, int depth,
                                            const Slab& slab) {
-  read_quads(args.k, args.chunk_size, first, depth, args.head_dim_k, rows_of(args.k, span, head),
+  read_vec4s(args.k, args.chunk_size, first, depth, args.head_dim_k, rows_of(args.k, span, head),
              [&](int row, int d, const float(&values)[4]) { put_columns(slab, row, d, values); });
 }
 
@@ -114,7 +114,7 @@ __device__ __forceinline__ void stage_gamma(const Args& args, const ChunkSpan& s
     const int64_t token = span.begin + (row < span.length ? row : span.length - 1);
     return row_offset(args.gamma, span.batch, token, head);
   };
-  read_quads(args.gamma, args.chunk_size, first, depth, args.head_dim_k, start,
+  read_vec4s(args.gamma, args.chunk_size, first, depth, args.head_dim_k, start,
              [&](int row, int d, const float(&values)[4]) { put_columns(slab, row, d, values); });
 }
 

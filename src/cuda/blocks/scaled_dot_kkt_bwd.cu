@@ -54,7 +54,7 @@ struct Panel {
 };
 
 __device__ __forceinline__ void load_k(const Args& args, const ChunkSpan& span, int64_t head, int first, Shared& s) {
-  read_quads(args.k, args.chunk_size, first, kPitch, args.head_dim_k, rows_of(args.k, span, head),
+  read_vec4s(args.k, args.chunk_size, first, kPitch, args.head_dim_k, rows_of(args.k, span, head),
              [&](int row, int column, const float(&v)[4]) {
                quad_at(s.k, row, column) = make_float4(v[0], v[1], v[2], v[3]);
              });
@@ -85,7 +85,7 @@ __device__ __forceinline__ void prepare_panel(const Args& args, const ChunkSpan&
     const int64_t token = span.begin + (row < span.length ? row : span.length - 1);
     return row_offset(args.gamma, span.batch, token, head.value);
   };
-  read_quads(args.gamma, args.chunk_size, first, kPitch, args.head_dim_k, start,
+  read_vec4s(args.gamma, args.chunk_size, first, kPitch, args.head_dim_k, start,
              [&](int row, int column, const float(&v)[4]) {
                quad_at(s.gammas, row, column) = make_float4(v[0], v[1], v[2], v[3]);
              });

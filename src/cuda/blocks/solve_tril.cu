@@ -32,17 +32,17 @@ struct Shared {
 template <int kC>
 __device__ __forceinline__ void load_lower(const Args& args, const ChunkSpan& span, int64_t head, int thread,
                                            float* A) {
-  constexpr int kThreadsEach = 2 * kC, kQuads = kC / 4, kAcross = kC / 16;
+  constexpr int kThreadsEach = 2 * kC, kVec4s = kC / 4, kAcross = kC / 16;
   const DeviceTensor& a = args.a;
-  for (int at = thread; at < kC * kQuads; at += kThreadsEach) {
+  for (int at = thread; at < kC * kVec4s; at += kThreadsEach) {
     const int tile = at / kWarpSize, row = tile / kAcross * 8 + at % 8;
     const int column = tile % kAcross * 16 + at / 8 % 4 * 4;
     float values[4] = {};
     if (row < span.length && column < row) {
       const int64_t offset = row_offset(a, span.batch, span.begin + row, head) + column * a.strides[3];
       with_type(a.dtype, [&](auto type) {
-        decode_quad<type.value>(a.quads ? load_quad<type.value>(element_at(a.data, type.value, offset))
-                                        : gather_quad(a.data, type.value, offset, a.strides[3], row - column),
+        decode_vec4<type.value>(a.vec4s ? load_vec4<type.value>(element_at(a.data, type.value, offset))
+                                        : gather_vec4(a.data, type.value, offset, a.strides[3], row - column),
                                 values);
       });
     }
@@ -54,13 +54,13 @@ __device__ __forceinline__ void load_lower(const Args& args, const ChunkSpan& sp
 template <int kC>
 __device__ __forceinline__ void store_rows(const Args& args, const ChunkSpan& span, int64_t head, int thread,
                                            const float* T) {
-  constexpr int kThreadsEach = 2 * kC, kQuads = kC / 4;
+  constexpr int kThreadsEach = 2 * kC, kVec4s = kC / 4;
   const DeviceTensor& j = args.j;
-  for (int at = thread; at < static_cast<int>(span.length) * kQuads; at += kThreadsEach) {
-    const int row = at / kQuads, column = 4 * (at % kQuads);
+  for (int at = thread; at < static_cast<int>(span.length) * kVec4s; at += kThreadsEach) {
+    const int row = at / kVec4s, column = 4 * (at % kVec4s);
     const int64_t offset = row_offset(j, span.batch, span.begin + row, head) + column * j.strides[3];
     const float* values = T + row * kC + column;
-    if (j.quads) {
+    if (j.vec4s) {
       with_type(j.dtype, [&](auto type) { store_quad<type.value>(element_at(j.data, type.value, offset), values); });
     } else {
       scatter_quad(j.data, j.dtype, offset, j.strides[3], 4, values);

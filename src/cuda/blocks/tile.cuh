@@ -2,7 +2,7 @@
 //
 // A slab holds up to 64 rows of a chunk, transposed: [depth][64]. The four rows of a group lie together, so that an
 // operand of a thread is one load of 16 bytes, and group g of depth d lies at g ^ (d / 4 % 16): a warp that stores 16
-// neighbouring quads of two rows, as they come from memory, meets every bank twice instead of 16 times.
+// neighbouring vec4s of two rows, as they come from memory, meets every bank twice instead of 16 times.
 #pragma once
 
 #include "cuda/common/elements.cuh"
@@ -51,9 +51,9 @@ __device__ __forceinline__ void load_row_quad(const DeviceTensor& x, int64_t off
                                               float (&values)[4]) {
   const int64_t at = offset + column * x.strides[3];
   with_type(x.dtype, [&](auto type) {
-    decode_quad<type.value>(x.quads && column < width
-                                ? load_quad<type.value>(element_at(x.data, type.value, at))
-                                : gather_quad(x.data, type.value, at, x.strides[3], width - column),
+    decode_vec4<type.value>(x.vec4s && column < width
+                                ? load_vec4<type.value>(element_at(x.data, type.value, at))
+                                : gather_vec4(x.data, type.value, at, x.strides[3], width - column),
                             values);
   });
 }
@@ -62,40 +62,40 @@ __device__ __forceinline__ void load_row_quad(const DeviceTensor& x, int64_t off
 __device__ __forceinline__ void store_row_quad(const DeviceTensor& x, int64_t offset, int column, int width,
                                                const float (&values)[4]) {
   const int64_t at = offset + column * x.strides[3];
-  if (x.quads && column < width) {
+  if (x.vec4s && column < width) {
     with_type(x.dtype, [&](auto type) { store_quad<type.value>(element_at(x.data, type.value, at), values); });
   } else {
     scatter_quad(x.data, x.dtype, at, x.strides[3], width - column, values);
   }
 }
 
-// Calls use(row, column, values) for the quads of `rows` rows from column `first` on, as many columns as a row has in
+// Calls use(row, column, values) for the vec4s of `rows` rows from column `first` on, as many columns as a row has in
 // `columns`; what lies beyond `width` is 0. start(row) is the offset of a row of x, or below 0 for a row of zeros.
-// Neighbouring threads have neighbouring quads, and the loads of kBatch quads of a thread are on their way at once.
+// Neighbouring threads have neighbouring vec4s, and the loads of kBatch vec4s of a thread are on their way at once.
 template <class Start, class Use>
-__device__ __forceinline__ void read_quads(const DeviceTensor& x, int rows, int first, int columns, int width,
+__device__ __forceinline__ void read_vec4s(const DeviceTensor& x, int rows, int first, int columns, int width,
                                            const Start& start, const Use& use) {
   constexpr int kBatch = 4;
   const int across = columns / 4, count = rows * across, step = blockDim.x;
   with_type(x.dtype, [&](auto type) {
     for (int base = threadIdx.x; base < count; base += kBatch * step) {
-      RawQuad raw[kBatch];
+      RawVec4 raw[kBatch];
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) {
         const int at = base + u * step, row = at / across, column = first + (at - row * across) * 4;
         raw[u] = {};
         const int64_t offset = at < count && column < width ? start(row) : int64_t{-1};
         if (offset < 0) continue;
-        raw[u] = x.quads
-                     ? load_quad<type.value>(element_at(x.data, type.value, offset + column))
-                     : gather_quad(x.data, type.value, offset + column * x.strides[3], x.strides[3], width - column);
+        raw[u] = x.vec4s
+                     ? load_vec4<type.value>(element_at(x.data, type.value, offset + column))
+                     : gather_vec4(x.data, type.value, offset + column * x.strides[3], x.strides[3], width - column);
       }
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) {
         const int at = base + u * step, row = at / across;
         if (at >= count) continue;
         float values[4];
-        decode_quad<type.value>(raw[u], values);
+        decode_vec4<type.value>(raw[u], values);
         use(row, (at - row * across) * 4, values);
       }
     }

@@ -38,7 +38,7 @@ struct Shared {
 
 // What stands above the diagonal is not looked at.
 __device__ __forceinline__ void load_J(const Args& args, const ChunkSpan& span, int64_t head, Shared& s) {
-  read_quads(args.j, args.chunk_size, 0, args.chunk_size, args.chunk_size, rows_of(args.j, span, head),
+  read_vec4s(args.j, args.chunk_size, 0, args.chunk_size, args.chunk_size, rows_of(args.j, span, head),
              [&](int row, int column, float(&values)[4]) {
 #pragma unroll
                for (int e = 0; e < 4; ++e) values[e] = column + e > row ? 0.0f : values[e];
@@ -53,16 +53,16 @@ __device__ __forceinline__ float4& panel_at(Shared& s, int row, int column) {
 // A panel of x, times a number per row.
 __device__ __forceinline__ void load_panel(const DeviceTensor& x, const ChunkSpan& span, int64_t head, int rows,
                                            int first, int width, const float* factor, Shared& s) {
-  read_quads(x, rows, first, kPanel, width, rows_of(x, span, head), [&](int row, int column, const float(&v)[4]) {
+  read_vec4s(x, rows, first, kPanel, width, rows_of(x, span, head), [&](int row, int column, const float(&v)[4]) {
     const float f = factor[row];
     panel_at(s, row, column) = make_float4(f * v[0], f * v[1], f * v[2], f * v[3]);
   });
 }
 
-// The panel times exp(gamma), one number per channel. A thread meets the quads that it loaded.
+// The panel times exp(gamma), one number per channel. A thread meets the vec4s that it loaded.
 __device__ __forceinline__ void decay_panel(const Args& args, const ChunkSpan& span, int64_t head, int first,
                                             Shared& s) {
-  read_quads(args.gamma, args.chunk_size, first, kPanel, args.head_dim_k, rows_of(args.gamma, span, head),
+  read_vec4s(args.gamma, args.chunk_size, first, kPanel, args.head_dim_k, rows_of(args.gamma, span, head),
              [&](int row, int column, const float(&gamma)[4]) {
                const float4 x = panel_at(s, row, column);
                panel_at(s, row, column) =

@@ -53,7 +53,7 @@ struct Rows {
 
 __device__ __forceinline__ void load_gradient(const DeviceTensor& x, const Args& args, const ChunkSpan& span,
                                               int64_t head, int first, int width, Shared& s) {
-  read_quads(x, args.chunk_size, first, kPitch, width, rows_of(x, span, head),
+  read_vec4s(x, args.chunk_size, first, kPitch, width, rows_of(x, span, head),
              [&](int row, int column, const float(&v)[4]) {
                quad_at(s.gradient, row, column) = make_float4(v[0], v[1], v[2], v[3]);
              });

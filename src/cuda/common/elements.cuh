@@ -1,7 +1,7 @@
 // Elements between memory and fp32. The element type is a run-time property of a tensor, the same for all threads;
 // `with_type` turns it into a compile-time one around a group of accesses.
 //
-// A quad is four consecutive elements. Loading is apart from decoding: a quad that is only loaded does not make its
+// A vec4 is four consecutive elements. Loading is apart from decoding: a vec4 that is only loaded does not make its
 // thread wait, so that many loads are on their way before the first is used.
 #pragma once
 
@@ -17,7 +17,7 @@
 namespace fastweight::cuda {
 
 // Bits as they lay in memory: four words for fp32, two for the 16-bit types. All zeros decode to 0.
-struct RawQuad {
+struct RawVec4 {
   uint32_t words[4];
 };
 
@@ -95,11 +95,11 @@ __device__ __forceinline__ void store_float(void* data, DType dtype, int64_t off
   }
 }
 
-// Quads that lie together, aligned to their size
+// Vectors of four that lie together, aligned to their size
 // ------------------------------------------------------------------------
 
 template <DType kType>
-__device__ __forceinline__ RawQuad load_quad(const void* address) {
+__device__ __forceinline__ RawVec4 load_vec4(const void* address) {
   if constexpr (kType == DType::kF32) {
     const uint4 words = *static_cast<const uint4*>(address);
     return {words.x, words.y, words.z, words.w};
@@ -110,7 +110,7 @@ __device__ __forceinline__ RawQuad load_quad(const void* address) {
 }
 
 template <DType kType>
-__device__ __forceinline__ void decode_quad(const RawQuad& raw, float* values) {
+__device__ __forceinline__ void decode_vec4(const RawVec4& raw, float* values) {
   if constexpr (kType == DType::kF32) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) values[i] = __uint_as_float(raw.words[i]);
@@ -139,8 +139,8 @@ __device__ __forceinline__ void store_quad(void* address, const float* values) {
 // Four elements `stride` apart, of which the first `count` exist
 // --------------------------------------------------------
 
-// In the form of load_quad.
-__device__ __forceinline__ RawQuad gather_quad(const void* data, DType dtype, int64_t offset, int64_t stride,
+// In the form of load_vec4.
+__device__ __forceinline__ RawVec4 gather_vec4(const void* data, DType dtype, int64_t offset, int64_t stride,
                                                int count) {
   uint32_t bits[4];
 #pragma unroll
@@ -151,15 +151,15 @@ __device__ __forceinline__ RawQuad gather_quad(const void* data, DType dtype, in
   return {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, 0, 0};
 }
 
-// Elements [first, first + 4) of a row of `width` that begins at `row`; zeros beyond the end. In the form of load_quad.
-__device__ __forceinline__ RawQuad load_part(const DeviceTensor& x, const char* row, int first, int width) {
-  RawQuad raw{};
+// Elements [first, first + 4) of a row of `width` that begins at `row`; zeros beyond the end. In the form of load_vec4.
+__device__ __forceinline__ RawVec4 load_part(const DeviceTensor& x, const char* row, int first, int width) {
+  RawVec4 raw{};
   if (first >= width) return raw;
   const int64_t stride = x.strides[3];
-  if (x.quads) {
-    with_type(x.dtype, [&](auto type) { raw = load_quad<type.value>(row + byte_offset(type.value, first)); });
+  if (x.vec4s) {
+    with_type(x.dtype, [&](auto type) { raw = load_vec4<type.value>(row + byte_offset(type.value, first)); });
   } else {
-    raw = gather_quad(row, x.dtype, first * stride, stride, width - first);
+    raw = gather_vec4(row, x.dtype, first * stride, stride, width - first);
   }
   return raw;
 }

@@ -133,7 +133,7 @@ __device__ __forceinline__ void wait_copies() {
 // The same pointer to global memory, without its history: the compiler computes it once, and not anew for every access
 // from what it was made of.
 template <class T>
-__device__ __forceinline__ T* settled(T* pointer) {
+__device__ __forceinline__ T* opaque(T* pointer) {
   asm volatile("" : "+l"(pointer));
   __builtin_assume(__isGlobal(pointer));
   return pointer;
@@ -141,7 +141,7 @@ __device__ __forceinline__ T* settled(T* pointer) {
 
 // The same number, without its history: what is computed from it is computed where it is needed, not before a loop and
 // kept.
-__device__ __forceinline__ int settled(int value) {
+__device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
@@ -171,12 +171,12 @@ __device__ __forceinline__ void prefetch(const void* global) { asm volatile("pre
 // 15. Those that arrive do not wait for the others. Those that wait do so at one place of the program
 // (compute-sanitizer asks for it), so two kinds of warps that wait for each other need two barriers.
 template <int kId>
-__device__ __forceinline__ void part_barrier(int threads) {
+__device__ __forceinline__ void named_barrier(int threads) {
   static_assert(kId >= 1 && kId <= 15);
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "r"(threads) : "memory");
 }
 template <int kId>
-__device__ __forceinline__ void arrive_at_part_barrier(int threads) {
+__device__ __forceinline__ void arrive_at_named_barrier(int threads) {
   static_assert(kId >= 1 && kId <= 15);
   asm volatile("bar.arrive %0, %1;" ::"n"(kId), "r"(threads) : "memory");
 }

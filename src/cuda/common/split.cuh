@@ -64,7 +64,7 @@ __device__ __forceinline__ void multiply(SplitSum& sum, const SplitTile& a, floa
 template <int kColumns>
 struct FloatTile {
   static_assert(kColumns % 32 == 0);
-  static constexpr int kQuads = kColumns / 4;
+  static constexpr int kVec4s = kColumns / 4;
 
   float* data;
 
@@ -75,7 +75,7 @@ struct FloatTile {
     return row * kColumns + group / 4 * 32 + ((group ^ row ^ row / 4) & 3) * 8 + column % 8;
   }
   __device__ __forceinline__ float& at(int row, int column) const { return data[offset(row, column)]; }
-  __device__ __forceinline__ float4& quad(int row, int q) const {
+  __device__ __forceinline__ float4& vec4(int row, int q) const {
     return *reinterpret_cast<float4*>(data + offset(row, 4 * q));
   }
 

@@ -136,15 +136,15 @@ __device__ __forceinline__ void run_walk(const Args& args, const Walk& walk, int
   const bool has_dy = args.dy.present();
 #pragma unroll 1
   for (int64_t t = walk.first; t < last; t += kTile) {
-    RawQuad raw_x[kTile];
+    RawVec4 raw_x[kTile];
     float dy[kTile][kChannels];
 #pragma unroll
     for (int i = 0; i < kTile; ++i) {
       const bool there = has_dy && t + i < walk.length && t + i < last;
-      raw_x[i] = there ? load_token<kType, kChannels>(p.x, token_offset(p.x, walk, t + i), walk.count) : RawQuad{};
+      raw_x[i] = there ? load_token<kType, kChannels>(p.x, token_offset(p.x, walk, t + i), walk.count) : RawVec4{};
     }
     with_type(args.dy.dtype, [&](auto type) {
-      RawQuad raw[kTile];
+      RawVec4 raw[kTile];
 #pragma unroll
       for (int i = 0; i < kTile; ++i) {
         const bool there = has_dy && t + i < walk.length && t + i < last;

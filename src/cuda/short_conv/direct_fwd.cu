@@ -81,18 +81,18 @@ __device__ __forceinline__ Part part_of(const Args& args, int64_t item) {
 // Tokens [t, t + tokens) of the part; zeros beyond.
 template <DType kType>
 __device__ __forceinline__ void load_tile(const DeviceTensor& x, const Part& part, int64_t t, int tokens,
-                                          RawQuad (&raw)[kTile<kType>]) {
+                                          RawVec4 (&raw)[kTile<kType>]) {
   const int64_t offset = token_offset(x, part, t), step = x.strides[1];
   // Apart, so that the loads stand one after the other.
-  if (x.quads) {
+  if (x.vec4s) {
 #pragma unroll
     for (int i = 0; i < kTile<kType>; ++i) {
-      raw[i] = i < tokens ? load_quad<kType>(element_at(x.data, kType, offset + i * step)) : RawQuad{};
+      raw[i] = i < tokens ? load_vec4<kType>(element_at(x.data, kType, offset + i * step)) : RawVec4{};
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kTile<kType>; ++i) {
-      raw[i] = i < tokens ? gather_quad(x.data, kType, offset + i * step, x.strides[2], part.count) : RawQuad{};
+      raw[i] = i < tokens ? gather_vec4(x.data, kType, offset + i * step, x.strides[2], part.count) : RawVec4{};
     }
   }
 }
@@ -101,7 +101,7 @@ __device__ __forceinline__ void add_residual(const DeviceTensor& residual, int64
                                              float (&z)[kChannels]) {
   with_type(residual.dtype, [&](auto type) {
     float values[kChannels];
-    decode_quad<type.value>(load_token<type.value, kChannels>(residual, offset, count), values);
+    decode_vec4<type.value>(load_token<type.value, kChannels>(residual, offset, count), values);
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) z[c] += values[c];
   });
@@ -112,7 +112,7 @@ template <DType kType, int kTaps>
 __device__ __forceinline__ void filter_tile(const ShortConvDeviceProblem& p, const Part& part, int64_t t, int tokens,
                                             const float (&w)[kTaps][kChannels], const float (&bias)[kChannels],
                                             float (&window)[kTaps][kChannels]) {
-  RawQuad raw[kTile<kType>];
+  RawVec4 raw[kTile<kType>];
   load_tile<kType>(p.x, part, t, tokens, raw);
   const int64_t y = token_offset(p.y, part, t);
 #pragma unroll

@@ -40,7 +40,7 @@ __device__ __forceinline__ int channels_from(const ShortConvDeviceProblem& p, in
 template <int kTaps, int kChannels>
 __device__ __forceinline__ void load_columns(const DeviceTensor& x, int axis, int64_t offset, int width, int count,
                                              float (&rows)[kTaps][kChannels]) {
-  if (x.quads && width == kTaps) {
+  if (x.vec4s && width == kTaps) {
     with_type(x.dtype, [&](auto type) {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_columns(const DeviceTensor& x, int axis, in
 #pragma unroll
         for (int i = 0; i < kTaps; i += 4) {
           float values[4];
-          decode_quad<type.value>(load_quad<type.value>(element_at(x.data, type.value, channel + i)), values);
+          decode_vec4<type.value>(load_vec4<type.value>(element_at(x.data, type.value, channel + i)), values);
 #pragma unroll
           for (int e = 0; e < 4; ++e) rows[i + e][c] = values[e];
         }
@@ -84,21 +84,21 @@ __device__ __forceinline__ int64_t token_offset(const DeviceTensor& x, const Pla
 }
 
 template <DType kType, int kChannels>
-__device__ __forceinline__ RawQuad load_token(const DeviceTensor& x, int64_t offset, int count) {
+__device__ __forceinline__ RawVec4 load_token(const DeviceTensor& x, int64_t offset, int count) {
   if constexpr (kChannels == 1) {
     return {load_bits(element_at(x.data, kType, offset), kType), 0, 0, 0};
   } else {
-    if (x.quads) return load_quad<kType>(element_at(x.data, kType, offset));
-    return gather_quad(x.data, kType, offset, x.strides[2], count);
+    if (x.vec4s) return load_vec4<kType>(element_at(x.data, kType, offset));
+    return gather_vec4(x.data, kType, offset, x.strides[2], count);
   }
 }
 
 template <DType kType, int kChannels>
-__device__ __forceinline__ void decode_token(const RawQuad& raw, float (&values)[kChannels]) {
+__device__ __forceinline__ void decode_token(const RawVec4& raw, float (&values)[kChannels]) {
   if constexpr (kChannels == 1) {
     values[0] = decode(raw.words[0], kType);
   } else {
-    decode_quad<kType>(raw, values);
+    decode_vec4<kType>(raw, values);
   }
 }
 
@@ -108,7 +108,7 @@ __device__ __forceinline__ void store_token(const DeviceTensor& y, int64_t offse
                                             const float (&values)[kChannels]) {
   if constexpr (kChannels == 1) {
     store_float(y.data, y.dtype, offset, values[0]);
-  } else if (!y.quads) {
+  } else if (!y.vec4s) {
     scatter_quad(y.data, y.dtype, offset, y.strides[2], count, values);
   } else if (kType == DType::kF32 || y.dtype == DType::kF32) {
     store_quad<DType::kF32>(element_at(y.data, DType::kF32, offset), values);
@@ -137,7 +137,7 @@ __device__ __forceinline__ void open_window(const ShortConvDeviceProblem& p, con
     return;
   }
   const int64_t offset = token_offset(p.x, place, t - kTaps + 1);
-  RawQuad raw[kTaps];
+  RawVec4 raw[kTaps];
 #pragma unroll
   for (int i = 0; i < kTaps - 1; ++i) {
     raw[i] = load_token<kType, kChannels>(p.x, offset + i * p.x.strides[1], place.count);

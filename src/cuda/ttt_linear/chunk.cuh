@@ -66,7 +66,7 @@ struct Sums {
 // Of chunk_fwd_chain.cuh. What two warps with the same columns hand to each other of one mini-batch, a lane to the
 // same lane: the state in 16 bits, its bias and n^T in fragments, and w (b - v + k) of rows g and g + 8.
 template <int kD>
-struct Handover {
+struct WarpExchange {
   uint4 h[kD / 16][kWarpSize];
   float4 c[4];
   uint4 n[kWarpSize];
@@ -79,7 +79,7 @@ struct ChainShared {
 
   Stage<kD, kTileRows> stages[kStages];
   Sums<kD, kTileRows> sums;
-  Handover<kD> handover[2][kD / kWarpColumns];  // of mini-batches of even and odd number
+  WarpExchange<kD> exchange[2][kD / kWarpColumns];  // of mini-batches of even and odd number
 };
 
 // Of chunk_fwd_tiles.cuh; stages follow it.

@@ -13,7 +13,7 @@
 // for what one side hands to the other, and the stage of m - 2 is free.
 #pragma once
 
-#include "cuda/ttt_linear/chunk_feed.cuh"
+#include "cuda/ttt_linear/chunk_loader.cuh"
 #include "cuda/ttt_linear/chunk_rows.cuh"
 
 namespace fastweight::cuda::ttt {
@@ -35,11 +35,11 @@ enum { kB = 1, kC, kChainIsHere, kPartnersAreHere = kChainIsHere + 2 };
 template <int kOwn, int kOther>
 __device__ __forceinline__ void meet(int turn, int threads) {
   if (turn % 2 == 0) {
-    arrive_at_part_barrier<kOwn>(2 * threads);
-    part_barrier<kOther>(2 * threads);
+    arrive_at_named_barrier<kOwn>(2 * threads);
+    named_barrier<kOther>(2 * threads);
   } else {
-    arrive_at_part_barrier<kOwn + 1>(2 * threads);
-    part_barrier<kOther + 1>(2 * threads);
+    arrive_at_named_barrier<kOwn + 1>(2 * threads);
+    named_barrier<kOther + 1>(2 * threads);
   }
 }
 __device__ __forceinline__ void wait_for_partners(int turn, int threads) {
@@ -66,7 +66,7 @@ __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceS
   State<kD> state;
   state.load(args, sequence, head, at);
   int s = 0;
-  Handover<kD>*partner = &shared.handover[0][at.warp], *next_partner = &shared.handover[1][at.warp];
+  WarpExchange<kD>*partner = &shared.exchange[0][at.warp], *next_partner = &shared.exchange[1][at.warp];
   uint32_t k_rows[kSteps][4], k_columns[kSteps][4];  // left operands of k h, right ones of n^T k
 
   uint32_t k = 0;  // where the fragments of stage s are
@@ -128,7 +128,7 @@ __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceS
       r[half] = norm.y;
     }
     put_sums<kD, kTileRows>(own, 0, at, shared.sums.gradient, [](int, float2 sum) { return sum; });
-    part_barrier<kB>(threads);
+    named_barrier<kB>(threads);
 
     float2 means[2];
 #pragma unroll
@@ -183,10 +183,11 @@ __device__ __forceinline__ void run_partner(const ChunkArgs& args, const Sequenc
                                             int threads, ChainShared<kD>& shared) {
   constexpr int kStages = ChainShared<kD>::kStages;
   const DeviceProblem& p = args.problem;
-  Feed<kD, kTileRows, kFull ? 2 * kD : 0> feed(args, span, head, static_cast<int>(threadIdx.x) - threads, threads);
+  ChunkLoader<kD, kTileRows, kFull ? 2 * kD : 0> loader(args, span, head, static_cast<int>(threadIdx.x) - threads,
+                                                        threads);
 #pragma unroll 1
   for (int i = 0; i < kStages - 2; ++i) {
-    feed.next(span.length - i * kTileRows, shared.stages[i]);
+    loader.next(span.length - i * kTileRows, shared.stages[i]);
     commit_copies();
   }
   const Columns<kFull> columns(p, head, at);
@@ -201,9 +202,9 @@ __device__ __forceinline__ void run_partner(const ChunkArgs& args, const Sequenc
   uint32_t P[4] = {};
   float eta[2] = {};
   int s = 0, before = kStages - 1, free = kStages - 2;
-  Handover<kD>*chain = &shared.handover[0][at.warp], *chain_before = &shared.handover[1][at.warp];
+  WarpExchange<kD>*chain = &shared.exchange[0][at.warp], *chain_before = &shared.exchange[1][at.warp];
   for (int64_t left = span.length; left > -2 * kTileRows; left -= kTileRows) {
-    feed.next(left - (kStages - 2) * kTileRows, shared.stages[free]);
+    loader.next(left - (kStages - 2) * kTileRows, shared.stages[free]);
     commit_copies();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -249,7 +250,7 @@ __device__ __forceinline__ void run_partner(const ChunkArgs& args, const Sequenc
       }
     }
     block_of_p<kType>(stage, 0, 0, p.scale, at, P);
-    part_barrier<kC>(threads);
+    named_barrier<kC>(threads);
 
     if (left + 2 * kTileRows <= span.length) {
       float2 norms[2];

@@ -8,7 +8,7 @@
 //   - the stage of mini-batch m - 1 is last read after B of m - 1; the copies into it start after A of m.
 #pragma once
 
-#include "cuda/ttt_linear/chunk_feed.cuh"
+#include "cuda/ttt_linear/chunk_loader.cuh"
 #include "cuda/ttt_linear/chunk_rows.cuh"
 
 namespace fastweight::cuda::ttt {
@@ -203,9 +203,9 @@ __device__ __forceinline__ void run_part(const ChunkArgs& args, int64_t sequence
   const DeviceProblem& p = args.problem;
   const Lane at(p.head_dim, threadIdx.x / kWarpSize);
   const SequenceSpan span = sequence_at(p.sequences, sequence);
-  Feed<kD, kC> feed(args, span, head, threadIdx.x, blockDim.x);
+  ChunkLoader<kD, kC> loader(args, span, head, threadIdx.x, blockDim.x);
   for (int s = 0; s < stages - 1; ++s) {
-    feed.next(span.length - s * kC, stage[s]);
+    loader.next(span.length - s * kC, stage[s]);
     commit_copies();
   }
   const Columns<false> columns(p, head, at);
@@ -235,7 +235,7 @@ __device__ __forceinline__ void run_part(const ChunkArgs& args, int64_t sequence
     put_statistics<kD, kC>(y, columns, at, shared.sums.outer);
     __syncthreads();  // A
 
-    feed.next(left - (stages - 1) * kC, last);
+    loader.next(left - (stages - 1) * kC, last);
     commit_copies();
     float2 norms[kC / 8], outer[kC / 8];
     get_norms<kD, kC>(shared.sums.outer, p, at, outer);

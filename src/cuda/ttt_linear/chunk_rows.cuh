@@ -397,7 +397,7 @@ __device__ __forceinline__ void store_outputs_as(const DeviceTensor& x, char* o,
     }
     const int row = 8 * r + at.g;
     char* address = o + byte_offset(kType, row * x.strides[1]);
-    if (x.quads) {
+    if (x.vec4s) {
       if (row < count) store_quad<kType>(address, values);
     } else {
       scatter_quad(address, kType, 0, x.strides[3], row < count ? at.columns : 0, values);

@@ -165,9 +165,9 @@ __device__ __forceinline__ void load_matrix(const DeviceStates& x, int64_t n, in
 #pragma unroll
     for (int i = 0; i < kKeys<kD>; ++i) {
       if (at.key + i >= D) continue;
-      if (x.v_quads) {
+      if (x.v_vec4s) {
         if (at.columns > 0) {
-          decode_quad<type.value>(load_quad<type.value>(element_at(x.data, type.value, offset + i * x.k_stride)), m[i]);
+          decode_vec4<type.value>(load_vec4<type.value>(element_at(x.data, type.value, offset + i * x.k_stride)), m[i]);
         }
       } else {
 #pragma unroll
@@ -188,7 +188,7 @@ __device__ __forceinline__ void store_matrix(const DeviceStates& x, int64_t n, i
   for (int i = 0; i < kKeys<kD>; ++i) {
     if (at.key + i >= D) continue;
     char* row = element_at(x.data, DType::kF32, offset + i * x.k_stride);
-    if (x.v_quads) {
+    if (x.v_vec4s) {
       if (at.columns > 0) store_quad<DType::kF32>(row, m[i]);
     } else {
       scatter_quad(row, DType::kF32, 0, x.v_stride, at.columns, m[i]);
@@ -240,11 +240,11 @@ __device__ __forceinline__ void inner_gradient(const DeviceProblem& p, const Thr
 }
 
 __device__ __forceinline__ void get_quad(const float* from, float (&values)[kColumns]) {
-  const float4 quad = *reinterpret_cast<const float4*>(from);
-  values[0] = quad.x;
-  values[1] = quad.y;
-  values[2] = quad.z;
-  values[3] = quad.w;
+  const float4 vec4 = *reinterpret_cast<const float4*>(from);
+  values[0] = vec4.x;
+  values[1] = vec4.y;
+  values[2] = vec4.z;
+  values[3] = vec4.w;
 }
 
 // What is kept of a sequence between two tokens, of which the thread has its part.
@@ -339,7 +339,7 @@ template <int kD>
 __device__ __forceinline__ void store_output(const DeviceTensor& o, int64_t row, const Thread<kD>& at,
                                              const float (&values)[kColumns]) {
   if (at.lane >= kColumnLanes<kD> || at.columns == 0) return;
-  if (o.quads) {
+  if (o.vec4s) {
     with_type(o.dtype,
               [&](auto type) { store_quad<type.value>(element_at(o.data, type.value, row + at.column), values); });
   } else {

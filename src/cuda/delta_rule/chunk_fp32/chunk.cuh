@@ -9,7 +9,7 @@
 #pragma once
 
 #include "cuda/common/split.cuh"
-#include "cuda/delta_rule/chunk/chunk.cuh"
+#include "cuda/delta_rule/chunk_16bit/chunk.cuh"
 
 namespace fastweight::cuda {
 
@@ -42,10 +42,10 @@ struct TileArgs {
 template <int kColumns>
 __device__ __forceinline__ void load_rows(const FloatTile<kColumns>& tile, const DeviceTensor& x, int64_t offset,
                                           int rows, int width) {
-  constexpr int kQuads = FloatTile<kColumns>::kQuads;
-  const bool as_it_lies = x.dtype == DType::kF32 && x.quads;
-  for (int at = threadIdx.x; at < kTileRows * kQuads; at += blockDim.x) {
-    const int row = at / kQuads, column = at % kQuads * 4;
+  constexpr int kVec4s = FloatTile<kColumns>::kVec4s;
+  const bool as_it_lies = x.dtype == DType::kF32 && x.vec4s;
+  for (int at = threadIdx.x; at < kTileRows * kVec4s; at += blockDim.x) {
+    const int row = at / kVec4s, column = at % kVec4s * 4;
     const bool inside = row < rows && column < width;
     const char* from = element_at(x.data, x.dtype, offset + (inside ? row : 0) * x.strides[1]);
     if (as_it_lies) {
@@ -54,10 +54,10 @@ __device__ __forceinline__ void load_rows(const FloatTile<kColumns>& tile, const
     }
     float values[4] = {};
     if (inside) {
-      const RawQuad raw = load_part(x, from, column, width);
-      with_type(x.dtype, [&](auto type) { decode_quad<type.value>(raw, values); });
+      const RawVec4 raw = load_part(x, from, column, width);
+      with_type(x.dtype, [&](auto type) { decode_vec4<type.value>(raw, values); });
     }
-    tile.quad(row, column / 4) = make_float4(values[0], values[1], values[2], values[3]);
+    tile.vec4(row, column / 4) = make_float4(values[0], values[1], values[2], values[3]);
   }
 }
 

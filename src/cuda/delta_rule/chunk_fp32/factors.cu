@@ -1,7 +1,7 @@
 // The factors of the chunk form in fp32, in tiles of 16 tokens. See chunk.cuh for the equations.
 //
 // One block of four warps per (tile, value head), on the multiply-add units: products of 16 x 16 are few beside those
-// of the scan. A lane has the columns j and j + 8 of k k^T and q k^T and every 16th quad of channels, over which the
+// of the scan. A lane has the columns j and j + 8 of k k^T and q k^T and every 16th vec4 of channels, over which the
 // sums are collected at the end. With one decay per channel k_j runs down the rows, multiplied by one decay after the
 // other.
 #include <algorithm>
@@ -41,8 +41,8 @@ __device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, con
       float x[4] = {};
       if (row < span.length) {
         const char* from = element_at(p.g.data, p.g.dtype, base + row * p.g.strides[1]);
-        const RawQuad raw = load_part(p.g, from, channel, p.head_dim_k);
-        with_type(p.g.dtype, [&](auto type) { decode_quad<type.value>(raw, x); });
+        const RawVec4 raw = load_part(p.g, from, channel, p.head_dim_k);
+        with_type(p.g.dtype, [&](auto type) { decode_vec4<type.value>(raw, x); });
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, con
         const float bias = exists && p.gate_in_kernel ? gate_bias(p, head, channel + e) : 0.0f;
         x[e] = exists ? expf(log_decay(p, x[e], rate, bias)) : 1.0f;
       }
-      decay.quad(row, channel / 4) = make_float4(x[0], x[1], x[2], x[3]);
+      decay.vec4(row, channel / 4) = make_float4(x[0], x[1], x[2], x[3]);
     }
   } else if (threadIdx.x < kTileRows) {
     const int row = threadIdx.x;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void tile_norms(const FloatTile<kK>& tile, bool wante
   float sum = 0;
   if (wanted) {
     for (int c = part; c < kK / 4; c += kLanes) {
-      const float4 x = tile.quad(row, c);
+      const float4 x = tile.vec4(row, c);
       sum = fmaf(x.w, x.w, fmaf(x.z, x.z, fmaf(x.y, x.y, fmaf(x.x, x.x, sum))));
     }
     sum = sum_over_lanes<kLanes>(sum);
@@ -99,14 +99,14 @@ __device__ __forceinline__ void multiply_rows(Shared<kK, kPerChannel>& s, int wa
   for (int c = threadIdx.x / kLow; c < kK / 4; c += kGroups) {
     float4 low = make_float4(0, 0, 0, 0), high = low;
     if constexpr (!kPerChannel) {
-      low = k.quad(j, c);
-      high = k.quad(j + kLow, c);
+      low = k.vec4(j, c);
+      high = k.vec4(j + kLow, c);
     }
 #pragma unroll
     for (int i = 0; i < kTileRows; ++i) {
-      const float4 k_i = k.quad(i, c), q_i = q.quad(i, c);
+      const float4 k_i = k.vec4(i, c), q_i = q.vec4(i, c);
       if constexpr (kPerChannel) {
-        const float4 decay_i = decay.quad(i, c);
+        const float4 decay_i = decay.vec4(i, c);
         low = i == j ? k_i : low * decay_i;
         if (i >= kLow) high = i == j + kLow ? k_i : high * decay_i;
       }

@@ -314,8 +314,9 @@ __device__ __forceinline__ void run_part(const TileArgs& args, const ScanPart& p
   for (int64_t c = 0;; ++c) {
     const bool last = c == tiles;
     if (last || (args.chunk_states.present() && c * kTileRows % args.chunked.chunk_size == 0)) {
-      const StatePlace place =
-          last ? final_place(args, part) : chunk_place(args, part, span.batch, c * kTileRows / args.chunked.chunk_size);
+      const StateAddress place =
+          last ? final_state_address(args, part)
+               : chunk_state_address(args, part, span.batch, c * kTileRows / args.chunked.chunk_size);
       if (place.exists) store_state<kK>(place.states, place.offset, column, K, V, lane, S);
     }
     if (last) return;

@@ -1,5 +1,5 @@
 // Forward and decoding token by token: a block walks over all tokens of its sequence with the state in registers. See
-// recurrent.cuh for the equations and for who holds what. Every layout; steps of one token whose tensors lie in quads
+// recurrent.cuh for the equations and for who holds what. Every layout; steps of one token whose tensors lie in vec4s
 // are recurrent_step.cu's.
 //
 // One barrier per token. The rows of the next token are loaded while the current one is computed.
@@ -33,7 +33,7 @@ struct RecurrentArgs {
 template <int kPlaces, DType kType, bool kAlongK>
 __device__ __forceinline__ void load_state_quads(const DeviceStates& states, int64_t offset, const Part& part, int K,
                                                  int V, StateTile& S) {
-  RawQuad raw[kKeys];
+  RawVec4 raw[kKeys];
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
     const int key = key_of<kPlaces>(part, i / 4) + (kAlongK ? 0 : i % 4);
@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_state_quads(const DeviceStates& states, int
     raw[i] = {};
     if (key < K && column < V) {
       raw[i] =
-          load_quad<kType>(element_at(states.data, kType, offset + key * states.k_stride + column * states.v_stride));
+          load_vec4<kType>(element_at(states.data, kType, offset + key * states.k_stride + column * states.v_stride));
     }
   }
   decode_state<kType, kAlongK>(raw, S);
@@ -63,27 +63,27 @@ __device__ __forceinline__ void store_state_quads(const DeviceStates& states, in
   }
 }
 
-// quads(type, along_k) for fp32 and bf16 states with quads, each() for all others.
-template <class Quads, class Each>
-__device__ __forceinline__ void with_layout(const DeviceStates& states, const Quads& quads, const Each& each) {
-  if ((!states.k_quads && !states.v_quads) || states.dtype == DType::kF16) {
+// vec4s(type, along_k) for fp32 and bf16 states with vec4s, each() for all others.
+template <class Vec4s, class Each>
+__device__ __forceinline__ void with_layout(const DeviceStates& states, const Vec4s& vec4s, const Each& each) {
+  if ((!states.k_vec4s && !states.v_vec4s) || states.dtype == DType::kF16) {
     each();
   } else if (states.dtype == DType::kF32) {
     constexpr std::integral_constant<DType, DType::kF32> kType;
-    states.k_quads ? quads(kType, std::true_type()) : quads(kType, std::false_type());
+    states.k_vec4s ? vec4s(kType, std::true_type()) : vec4s(kType, std::false_type());
   } else {
     constexpr std::integral_constant<DType, DType::kBF16> kType;
-    states.k_quads ? quads(kType, std::true_type()) : quads(kType, std::false_type());
+    states.k_vec4s ? vec4s(kType, std::true_type()) : vec4s(kType, std::false_type());
   }
 }
 
 template <int kPlaces>
 __device__ __forceinline__ void load_state(const DeviceStates& states, int64_t offset, const Part& part, int K, int V,
                                            StateTile& S) {
-  const auto quads = [&](auto type, auto along_k) {
+  const auto vec4s = [&](auto type, auto along_k) {
     load_state_quads<kPlaces, type.value, along_k.value>(states, offset, part, K, V, S);
   };
-  with_layout(states, quads, [&] {
+  with_layout(states, vec4s, [&] {
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
       const int key = key_of<kPlaces>(part, i / 4) + i % 4;
@@ -101,10 +101,10 @@ __device__ __forceinline__ void load_state(const DeviceStates& states, int64_t o
 template <int kPlaces>
 __device__ __forceinline__ void store_state(const DeviceStates& states, int64_t offset, const Part& part, int K, int V,
                                             const StateTile& S) {
-  const auto quads = [&](auto type, auto along_k) {
+  const auto vec4s = [&](auto type, auto along_k) {
     store_state_quads<kPlaces, type.value, along_k.value>(states, offset, part, K, V, S);
   };
-  with_layout(states, quads, [&] {
+  with_layout(states, vec4s, [&] {
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
       const int key = key_of<kPlaces>(part, i / 4) + i % 4;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void next_inputs(const DeltaRuleDeviceProblem& p, Row
 
 // A token's rows as they lie in memory: the lane's key channels of q and k, its columns of v.
 struct RawToken {
-  RawQuad q[kKeys / 4], k[kKeys / 4], v;
+  RawVec4 q[kKeys / 4], k[kKeys / 4], v;
   RawScalars scalars;
 };
 
@@ -159,26 +159,26 @@ template <int kPlaces>
 __device__ __forceinline__ void load_token(const DeltaRuleDeviceProblem& p, const Part& part, const Rows& rows,
                                            RawToken& raw) {
   const int K = p.head_dim_k, V = p.head_dim_v;
-  if (p.qkv_quads) {
+  if (p.qkv_vec4s) {
     with_type(p.q.dtype, [&](auto type) {
 #pragma unroll
-      for (int quad = 0; quad < kKeys / 4; ++quad) {
-        const int key = key_of<kPlaces>(part, quad);
-        raw.q[quad] = raw.k[quad] = {};
+      for (int vec4 = 0; vec4 < kKeys / 4; ++vec4) {
+        const int key = key_of<kPlaces>(part, vec4);
+        raw.q[vec4] = raw.k[vec4] = {};
         if (key < K) {
-          raw.k[quad] = load_quad<type.value>(rows.k + byte_offset(type.value, key));
-          raw.q[quad] = load_quad<type.value>(rows.q + byte_offset(type.value, key));
+          raw.k[vec4] = load_vec4<type.value>(rows.k + byte_offset(type.value, key));
+          raw.q[vec4] = load_vec4<type.value>(rows.q + byte_offset(type.value, key));
         }
       }
       raw.v = {};
-      if (part.column < V) raw.v = load_quad<type.value>(rows.v + byte_offset(type.value, part.column));
+      if (part.column < V) raw.v = load_vec4<type.value>(rows.v + byte_offset(type.value, part.column));
     });
   } else {
 #pragma unroll
-    for (int quad = 0; quad < kKeys / 4; ++quad) {
-      const int key = key_of<kPlaces>(part, quad);
-      raw.k[quad] = load_part(p.k, rows.k, key, K);
-      raw.q[quad] = load_part(p.q, rows.q, key, K);
+    for (int vec4 = 0; vec4 < kKeys / 4; ++vec4) {
+      const int key = key_of<kPlaces>(part, vec4);
+      raw.k[vec4] = load_part(p.k, rows.k, key, K);
+      raw.q[vec4] = load_part(p.q, rows.q, key, K);
     }
     raw.v = load_part(p.v, rows.v, part.column, V);
   }
@@ -190,11 +190,11 @@ __device__ __forceinline__ void decode_token(const DeltaRuleDeviceProblem& p, co
                                              const RawToken& raw, Token& token) {
   with_type(p.q.dtype, [&](auto type) {
 #pragma unroll
-    for (int quad = 0; quad < kKeys / 4; ++quad) {
-      decode_quad<type.value>(raw.k[quad], token.k + quad * 4);
-      decode_quad<type.value>(raw.q[quad], token.q + quad * 4);
+    for (int vec4 = 0; vec4 < kKeys / 4; ++vec4) {
+      decode_vec4<type.value>(raw.k[vec4], token.k + vec4 * 4);
+      decode_vec4<type.value>(raw.q[vec4], token.q + vec4 * 4);
     }
-    decode_quad<type.value>(raw.v, token.v);
+    decode_vec4<type.value>(raw.v, token.v);
   });
   decode_scalars(p, parameters, raw.scalars, token);
 }
@@ -202,7 +202,7 @@ __device__ __forceinline__ void decode_token(const DeltaRuleDeviceProblem& p, co
 __device__ __forceinline__ void store_output(const DeviceTensor& x, const Part& part, int V, char* row,
                                              const float (&o)[kColumns]) {
   if (part.place != 0 || part.column >= V) return;
-  if (x.quads) {
+  if (x.vec4s) {
     with_type(x.dtype, [&](auto type) { store_quad<type.value>(row + byte_offset(type.value, part.column), o); });
   } else {
     const int64_t stride = x.strides[3];
@@ -240,8 +240,8 @@ __device__ __forceinline__ void run_part(const RecurrentArgs& args, const Part& 
   for (int64_t t = 0;; ++t, rows.o += o_step) {
     const bool last = t == span.length;
     if (last || (args.chunk_states.present() && t % args.chunked.chunk_size == 0)) {
-      const StatePlace place =
-          last ? final_place(args, part, slot) : chunk_place(args, part, span.batch, t, args.chunked.chunk_size);
+      const StateAddress place = last ? final_state_address(args, part, slot)
+                                      : chunk_state_address(args, part, span.batch, t, args.chunked.chunk_size);
       if (place.exists) store_state<kPlaces>(place.states, place.offset, part, K, V, S);
     }
     if (last) return;

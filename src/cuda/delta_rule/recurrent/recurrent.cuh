@@ -9,7 +9,7 @@
 //
 // A block owns all K key channels of 32 value columns of one head of one sequence, and shares nothing with other
 // blocks: its bits do not depend on them. Its warps divide the channels. Lane (key_lane, column_lane) holds 8 key
-// channels, as two quads, of 4 columns; with the place x = 4 * warp + key_lane of kPlaces,
+// channels, as two vec4s, of 4 columns; with the place x = 4 * warp + key_lane of kPlaces,
 //
 //     key channel (i / 4) * 4 * kPlaces + 4 x + i % 4,  i = 0 .. 7
 //     column      first + 4 * column_lane + j,          j = 0 .. 3
@@ -67,10 +67,10 @@ __device__ __forceinline__ Part part_of_thread() {
   return part;
 }
 
-// The lane's quads of key channels begin here.
+// The lane's vec4s of key channels begin here.
 template <int kPlaces>
-__device__ __forceinline__ int key_of(const Part& part, int quad) {
-  return quad * 4 * kPlaces + 4 * part.place;
+__device__ __forceinline__ int key_of(const Part& part, int vec4) {
+  return vec4 * 4 * kPlaces + 4 * part.place;
 }
 
 // The key channel whose decay the lane computes, and the column whose beta.
@@ -86,7 +86,7 @@ struct StateTile {
   float s[kKeys][kColumns];
 };
 
-// A lane moves its state in quads that lie together along K (kAlongK) or along V: quad i holds four channels of column
+// A lane moves its state in vec4s that lie together along K (kAlongK) or along V: vec4 i holds four channels of column
 // i % 4, or the four columns of channel i.
 template <bool kAlongK>
 __device__ __forceinline__ void quad_of(const StateTile& S, int i, float (&values)[4]) {
@@ -95,11 +95,11 @@ __device__ __forceinline__ void quad_of(const StateTile& S, int i, float (&value
 }
 
 template <DType kType, bool kAlongK>
-__device__ __forceinline__ void decode_state(const RawQuad (&raw)[kKeys], StateTile& S) {
+__device__ __forceinline__ void decode_state(const RawVec4 (&raw)[kKeys], StateTile& S) {
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
     float values[4];
-    decode_quad<kType>(raw[i], values);
+    decode_vec4<kType>(raw[i], values);
 #pragma unroll
     for (int j = 0; j < 4; ++j) (kAlongK ? S.s[i / 4 * 4 + j][i % 4] : S.s[i][j]) = values[j];
   }
@@ -346,7 +346,7 @@ struct OneToken {
   Slots slots;
 };
 
-// Whether q, k, v, o and the states lie in quads, and the sizes are those of a grid.
+// Whether q, k, v, o and the states lie in vec4s, and the sizes are those of a grid.
 bool is_one_token_in_quads(const OneToken& step);
 void one_token_step(const OneToken& step, const Context& context);
 

@@ -1,4 +1,4 @@
-// A step of one token per sequence, where q, k, v, o and the states lie in quads: what decoding does. See recurrent.cuh
+// A step of one token per sequence, where q, k, v, o and the states lie in vec4s: what decoding does. See recurrent.cuh
 // for the equations and for who holds what; the bits are those of recurrent_fwd.cu.
 //
 // It moves the states and does little else, so the code is short, without run-time choices around the states: their
@@ -18,7 +18,7 @@ namespace {
 struct Rows {
   char* data;
   uint64_t sequence, head;
-  uint32_t element;  // along the last axis; between the rows of a state's quads
+  uint32_t element;  // along the last axis; between the rows of a state's vec4s
 
   __device__ __forceinline__ char* at(uint64_t n, uint32_t h) const { return data + n * sequence + h * head; }
   __device__ __forceinline__ char* at(uint64_t n, uint32_t h, uint32_t i) const {
@@ -34,7 +34,7 @@ struct StepArgs {
   DType o_type;
 };
 
-// The lane's quads of a state: four rows with two quads in each (kAlongK), or two groups of four rows.
+// The lane's vec4s of a state: four rows with two vec4s in each (kAlongK), or two groups of four rows.
 template <int kPlaces, DType kType, bool kAlongK>
 struct StateQuads {
   char* first;
@@ -46,19 +46,19 @@ struct StateQuads {
   }
 };
 
-// Which of the lane's channels and columns exist. All of a quad or none.
+// Which of the lane's channels and columns exist. All of a vec4 or none.
 struct Inside {
   bool keys[kKeys / 4], columns;
 };
 
 template <int kPlaces, DType kType, bool kAlongK>
-__device__ __forceinline__ void store_state(const StateQuads<kPlaces, kType, kAlongK>& quads, const Inside& inside,
+__device__ __forceinline__ void store_state(const StateQuads<kPlaces, kType, kAlongK>& vec4s, const Inside& inside,
                                             const StateTile& S) {
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
     float values[4];
     quad_of<kAlongK>(S, i, values);
-    if (inside.keys[i / 4] && inside.columns) store_quad<kType>(quads.at(i), values);
+    if (inside.keys[i / 4] && inside.columns) store_quad<kType>(vec4s.at(i), values);
   }
 }
 
@@ -68,20 +68,20 @@ __device__ __forceinline__ void load_token(DType dtype, const Inside& inside, co
                                            const char* v, Token& token) {
   with_type(dtype, [&](auto type) {
     constexpr DType kType = type.value;
-    RawQuad raw_q[kKeys / 4] = {}, raw_k[kKeys / 4] = {}, raw_v = {};
+    RawVec4 raw_q[kKeys / 4] = {}, raw_k[kKeys / 4] = {}, raw_v = {};
 #pragma unroll
-    for (int quad = 0; quad < kKeys / 4; ++quad) {
-      const int64_t offset = byte_offset(kType, quad * 4 * kPlaces);
-      if (inside.keys[quad]) raw_k[quad] = load_quad<kType>(k + offset);
-      if (inside.keys[quad]) raw_q[quad] = load_quad<kType>(q + offset);
+    for (int vec4 = 0; vec4 < kKeys / 4; ++vec4) {
+      const int64_t offset = byte_offset(kType, vec4 * 4 * kPlaces);
+      if (inside.keys[vec4]) raw_k[vec4] = load_vec4<kType>(k + offset);
+      if (inside.keys[vec4]) raw_q[vec4] = load_vec4<kType>(q + offset);
     }
-    if (inside.columns) raw_v = load_quad<kType>(v);
+    if (inside.columns) raw_v = load_vec4<kType>(v);
 #pragma unroll
-    for (int quad = 0; quad < kKeys / 4; ++quad) {
-      decode_quad<kType>(raw_k[quad], token.k + quad * 4);
-      decode_quad<kType>(raw_q[quad], token.q + quad * 4);
+    for (int vec4 = 0; vec4 < kKeys / 4; ++vec4) {
+      decode_vec4<kType>(raw_k[vec4], token.k + vec4 * 4);
+      decode_vec4<kType>(raw_q[vec4], token.q + vec4 * 4);
     }
-    decode_quad<kType>(raw_v, token.v);
+    decode_vec4<kType>(raw_v, token.v);
   });
 }
 
@@ -106,16 +106,16 @@ __global__ void __launch_bounds__(kThreads<kPlaces>, kBlocks<kPlaces>)
   const int key = key_of<kPlaces>(part, 0);
   Inside inside;
 #pragma unroll
-  for (int quad = 0; quad < kKeys / 4; ++quad) inside.keys[quad] = key_of<kPlaces>(part, quad) < p.head_dim_k;
+  for (int vec4 = 0; vec4 < kKeys / 4; ++vec4) inside.keys[vec4] = key_of<kPlaces>(part, vec4) < p.head_dim_k;
   inside.columns = part.column < p.head_dim_v;
-  const char* const q = settled(args.q.at(sequence, qk_head, key));
-  const char* const k = settled(args.k.at(sequence, qk_head, key));
-  const char* const v = settled(args.v.at(sequence, head, part.column));
-  const char* const g = settled(args.g.at(sequence, head));
-  const char* const beta = settled(args.beta.at(sequence, head));
-  char* const o = settled(args.o.at(sequence, head, part.column));
+  const char* const q = opaque(args.q.at(sequence, qk_head, key));
+  const char* const k = opaque(args.k.at(sequence, qk_head, key));
+  const char* const v = opaque(args.v.at(sequence, head, part.column));
+  const char* const g = opaque(args.g.at(sequence, head));
+  const char* const beta = opaque(args.beta.at(sequence, head));
+  char* const o = opaque(args.o.at(sequence, head, part.column));
   char* const states =
-      settled(args.states.at(0, head, kAlongK ? part.column : key) + byte_offset(kType, kAlongK ? key : part.column));
+      opaque(args.states.at(0, head, kAlongK ? part.column : key) + byte_offset(kType, kAlongK ? key : part.column));
   wait_for_previous_kernels();
   let_next_kernel_start();
 
@@ -125,11 +125,11 @@ __global__ void __launch_bounds__(kThreads<kPlaces>, kBlocks<kPlaces>)
     store_output(args.o_type, part, inside, o, zeros);
     return;
   }
-  const StateQuads<kPlaces, kType, kAlongK> quads{settled(states + slot * args.states.sequence), args.states.element};
-  RawQuad raw[kKeys] = {};
+  const StateQuads<kPlaces, kType, kAlongK> vec4s{opaque(states + slot * args.states.sequence), args.states.element};
+  RawVec4 raw[kKeys] = {};
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
-    if (inside.keys[i / 4] && inside.columns) raw[i] = load_quad<kType>(quads.at(i));
+    if (inside.keys[i / 4] && inside.columns) raw[i] = load_vec4<kType>(vec4s.at(i));
   }
   const RawScalars scalars = load_scalars<kPlaces>(p, part, g, args.g.element, beta, args.beta.element);
   const RawGateParameters parameters = load_gate_parameters<kPlaces>(p, part);
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads<kPlaces>, kBlocks<kPlaces>)
   float u[kColumns];
   receive_u<kPlaces>(p, token, exchange, u);
   update(token, u, S);
-  store_state<kPlaces, kType, kAlongK>(quads, inside, S);
+  store_state<kPlaces, kType, kAlongK>(vec4s, inside, S);
   if (has_output()) {
     float values[kColumns];
     receive_output<kPlaces>(p, u, exchange, values);
@@ -156,7 +156,7 @@ constexpr int64_t kMostBlocks = 65535;  // along y and z
 
 // All of them are from 0 on; rows of states and elements lie near each other.
 uint64_t row_stride(const DeviceStates& states) {
-  return static_cast<uint64_t>(byte_offset(states.dtype, states.k_quads ? states.v_stride : states.k_stride));
+  return static_cast<uint64_t>(byte_offset(states.dtype, states.k_vec4s ? states.v_stride : states.k_stride));
 }
 uint64_t element_stride(const DeviceTensor& x) { return static_cast<uint64_t>(byte_offset(x.dtype, x.strides[3])); }
 
@@ -185,8 +185,8 @@ bool is_one_token_in_quads(const OneToken& step) {
   const DeltaRuleDeviceProblem& p = step.problem;
   const DeviceStates& states = step.states;
   constexpr uint64_t kMostBytes = std::numeric_limits<uint32_t>::max();
-  return p.sequences.offsets == nullptr && p.sequences.tokens == 1 && p.qkv_quads && step.o.quads &&
-         (states.k_quads || states.v_quads) && (states.dtype == DType::kF32 || states.dtype == DType::kBF16) &&
+  return p.sequences.offsets == nullptr && p.sequences.tokens == 1 && p.qkv_vec4s && step.o.vec4s &&
+         (states.k_vec4s || states.v_vec4s) && (states.dtype == DType::kF32 || states.dtype == DType::kBF16) &&
          row_stride(states) <= kMostBytes && element_stride(p.g) <= kMostBytes &&
          element_stride(p.beta) <= kMostBytes && p.sequences.count <= kMostBlocks && p.num_value_heads <= kMostBlocks;
 }
@@ -201,7 +201,7 @@ void one_token_step(const OneToken& step, const Context& context) {
     shape.overlaps = true;
     const auto launch_for = [&]<DType kType>() {
       constexpr const char* kName = "delta_rule recurrent step";
-      if (step.states.k_quads) {
+      if (step.states.k_vec4s) {
         launch<step_kernel<kPlaces, kType, true>>(kName, context, shape, args);
       } else {
         launch<step_kernel<kPlaces, kType, false>>(kName, context, shape, args);

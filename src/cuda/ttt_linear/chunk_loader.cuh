@@ -13,9 +13,9 @@ namespace {
 // pass through registers: they are loaded a mini-batch before they are stored, out of the L2 cache that was asked for
 // them earlier, and decoded only then.
 template <int kD, int kC, int kThreads = 0>
-class Feed {
+class ChunkLoader {
  public:
-  __device__ Feed(const ChunkArgs& args, const SequenceSpan& span, int head, int thread, int threads)
+  __device__ ChunkLoader(const ChunkArgs& args, const SequenceSpan& span, int head, int thread, int threads)
       : args_(args),
         thread_(thread),
         threads_(kThreads > 0 ? kThreads : threads),

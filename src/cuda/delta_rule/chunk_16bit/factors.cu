@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "cuda/common/launch.h"
-#include "cuda/delta_rule/chunk/chunk.cuh"
+#include "cuda/delta_rule/chunk_16bit/chunk.cuh"
 
 namespace fastweight::cuda {
 namespace {

@@ -17,8 +17,8 @@
 #include <algorithm>
 
 #include "cuda/common/launch.h"
-#include "cuda/delta_rule/chunk/chunk.cuh"
-#include "cuda/delta_rule/chunk/stage.cuh"
+#include "cuda/delta_rule/chunk_16bit/chunk.cuh"
+#include "cuda/delta_rule/chunk_16bit/stage.cuh"
 #include "cuda/delta_rule/scan_part.cuh"
 
 namespace fastweight::cuda {
@@ -268,7 +268,7 @@ struct Scan {
   const ScanPart& part;
   const SequenceSpan& span;
   int chunks;
-  Handover<kK, kColumns>& handover;
+  WarpExchange<kK, kColumns>& exchange;
   Stages stage;
   bool two_stages;
   int row, lane;  // the warp's first column in the block
@@ -290,11 +290,12 @@ struct Scan {
     }
     for (int c = 0;; ++c) {
       // Where registers are short, no address is kept from chunk to chunk; elsewhere that costs time.
-      const int here = kPerChannel || kK > 128 ? settled(lane) : lane;
+      const int here = kPerChannel || kK > 128 ? opaque(lane) : lane;
       const bool last = c == chunks;
       if (last || args.chunk_states.present()) {
-        const StatePlace place = last ? final_place(args, part) : chunk_place(args, part, span.batch, c);
-        const int there = settled(lane);
+        const StateAddress place =
+            last ? final_state_address(args, part) : chunk_state_address(args, part, span.batch, c);
+        const int there = opaque(lane);
         if (place.exists) {
 #pragma unroll
           for (int i = 0; i < kTiles; ++i) {
@@ -303,17 +304,18 @@ struct Scan {
         }
       }
       if (last) return;
-      part_barrier<kStageReady>(kThreads);
+      named_barrier<kStageReady>(kThreads);
       Stage<kK, kPerChannel, kColumns>& current = stage_of(c);
       Sums<kTiles> X;
       clear<kTiles>(X);
-      read_state<kType, kK, kTiles>(S, handover.S(), row, current.read_keys(), here, X);
-      arrive_at_part_barrier<kStateReady>(kThreads);
-      finish_writes<kType, kTiles>(current, handover.N(), row, here, X);
-      arrive_at_part_barrier<kWritesReady>(kThreads);
+      read_state<kType, kK, kTiles>(S, exchange.S(), row, current.read_keys(), here, X);
+      arrive_at_named_barrier<kStateReady>(kThreads);
+      finish_writes<kType, kTiles>(current, exchange.N(), row, here, X);
+      arrive_at_named_barrier<kWritesReady>(kThreads);
       advance_state<kType, kTiles>(current, here, X, S);
       if (c + 1 < chunks) {
-        c % 2 == 0 ? arrive_at_part_barrier<kEvenStageFree>(kThreads) : arrive_at_part_barrier<kOddStageFree>(kThreads);
+        c % 2 == 0 ? arrive_at_named_barrier<kEvenStageFree>(kThreads)
+                   : arrive_at_named_barrier<kOddStageFree>(kThreads);
       }
     }
   }
@@ -321,38 +323,38 @@ struct Scan {
   __device__ __forceinline__ void compute_outputs(int thread) const {
     if (chunks == 0) return;
     const int64_t C = args.chunked.chunk_size;
-    Feed<kK, kPerChannel, kColumns, kThreads / 2> feed(args, part, span, thread);
+    ChunkLoader<kK, kPerChannel, kColumns, kThreads / 2> loader(args, part, span, thread);
     auto* o = static_cast<uint16_t*>(args.o.data) + row_offset(args.o, span.batch, span.begin, part.head);
-    feed.next(stage[0]);
+    loader.next(stage[0]);
     commit_copies();
     wait_copies<0>();
-    if (two_stages) arrive_at_part_barrier<kStageReady>(kThreads);
+    if (two_stages) arrive_at_named_barrier<kStageReady>(kThreads);
     for (int c = 0; c < chunks; ++c, o += C * args.o.strides[1]) {
       Stage<kK, kPerChannel, kColumns>& current = stage_of(c);
       const bool more = c + 1 < chunks;
-      if (c > 0) c % 2 == 1 ? part_barrier<kEvenStageFree>(kThreads) : part_barrier<kOddStageFree>(kThreads);
+      if (c > 0) c % 2 == 1 ? named_barrier<kEvenStageFree>(kThreads) : named_barrier<kOddStageFree>(kThreads);
       if (two_stages) {
-        if (more) feed.next(stage_of(c + 1));
+        if (more) loader.next(stage_of(c + 1));
         commit_copies();
       } else {
-        if (c > 0) feed.next(current);
+        if (c > 0) loader.next(current);
         commit_copies();
         wait_copies<0>();
-        part_barrier<kStageReady>(kThreads);
+        named_barrier<kStageReady>(kThreads);
       }
-      part_barrier<kStateReady>(kThreads);
+      named_barrier<kStateReady>(kThreads);
       Sums<kTiles> O;
       clear<kTiles>(O);
-      read_state<kType, kK, kTiles>(handover.S(), row, current.queries(), lane, O);
+      read_state<kType, kK, kTiles>(exchange.S(), row, current.queries(), lane, O);
       if constexpr (!kPerChannel) {
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) scale_tokens<kTiles>(current.token, kOnQueryRead, n, lane, O);
       }
-      part_barrier<kWritesReady>(kThreads);
-      add_writes<kType, kTiles>(handover.N(), row, {current.P}, lane, O);
+      named_barrier<kWritesReady>(kThreads);
+      add_writes<kType, kTiles>(exchange.N(), row, {current.P}, lane, O);
       if (two_stages && more) {
         wait_copies<0>();
-        arrive_at_part_barrier<kStageReady>(kThreads);
+        arrive_at_named_barrier<kStageReady>(kThreads);
       }
       store_outputs<kType, kTiles>(args, current.values(), row, lane, o, static_cast<int>(min(span.length - c * C, C)),
                                    part.column, O);
@@ -366,8 +368,8 @@ __global__ void __launch_bounds__(2 * kPairs * kWarpSize, 1)
     scan_kernel(const __grid_constant__ ChunkArgs args, bool two_stages, int64_t parts) {
   using Part = Scan<kType, kK, kPerChannel, kTiles, kPairs>;
   wait_for_previous_kernels();
-  auto& handover = dynamic_shared<Handover<kK, Part::kColumns>>();
-  auto* stage = reinterpret_cast<typename Part::Stages>(&handover + 1);
+  auto& exchange = dynamic_shared<WarpExchange<kK, Part::kColumns>>();
+  auto* stage = reinterpret_cast<typename Part::Stages>(&exchange + 1);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const DeltaRuleDeviceProblem& p = args.problem;
   for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
@@ -377,7 +379,7 @@ __global__ void __launch_bounds__(2 * kPairs * kWarpSize, 1)
     const auto chunks = static_cast<int>(
         max(min(chunks_of(span.length, args.chunked.chunk_size), args.num_chunks - part.first_chunk), int64_t{0}));
     const int row = warp % kPairs * 16 * kTiles;
-    const Part scan{args, part, span, chunks, handover, stage, two_stages, row, lane};
+    const Part scan{args, part, span, chunks, exchange, stage, two_stages, row, lane};
     if (warp < kPairs) {
       scan.advance_states();
     } else {

@@ -14,7 +14,7 @@
 #include <algorithm>
 
 #include "cuda/common/launch.h"
-#include "cuda/delta_rule/chunk/chunk.cuh"
+#include "cuda/delta_rule/chunk_16bit/chunk.cuh"
 
 namespace fastweight::cuda {
 namespace {
@@ -51,8 +51,8 @@ inline constexpr float kLeastDecay = kType == DType::kBF16 ? 0x1p-117f : 0x1p-4f
 template <int kK>
 __device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, const ChunkSpan& span, int head,
                                             float* decay) {
-  constexpr int kQuads = kK / 4, kStep = kThreads / kQuads, kOwn = kChunkRows / kStep;
-  const int channel = threadIdx.x % kQuads * 4, first = threadIdx.x / kQuads;
+  constexpr int kVec4s = kK / 4, kStep = kThreads / kVec4s, kOwn = kChunkRows / kStep;
+  const int channel = threadIdx.x % kVec4s * 4, first = threadIdx.x / kVec4s;
   const int count = min(max(p.head_dim_k - channel, 0), 4);
   const int64_t base = row_offset(p.g, span.batch, span.begin, head) + channel * p.g.strides[3];
   float rate = 0, bias[4] = {};
@@ -66,21 +66,21 @@ __device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, con
   };
   with_type(p.g.dtype, [&](auto type) {
     constexpr DType kType = decltype(type)::value;
-    RawQuad raw[kOwn];
+    RawVec4 raw[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int row = first + i * kStep;
       raw[i] = {};
       if (row >= span.length || count == 0) continue;
       const int64_t offset = base + row * p.g.strides[1];
-      raw[i] = p.g.quads ? load_quad<kType>(element_at(p.g.data, kType, offset))
-                         : gather_quad(p.g.data, kType, offset, p.g.strides[3], count);
+      raw[i] = p.g.vec4s ? load_vec4<kType>(element_at(p.g.data, kType, offset))
+                         : gather_vec4(p.g.data, kType, offset, p.g.strides[3], count);
     }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int row = first + i * kStep;
       float x[4];
-      decode_quad<kType>(raw[i], x);
+      decode_vec4<kType>(raw[i], x);
       if (!p.gate_in_kernel) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[e] = decay_of(row, e, x[e]);

@@ -1,7 +1,7 @@
 // The shared memory of the scan over chunks, and the copies that fill it.
 #pragma once
 
-#include "cuda/delta_rule/chunk/chunk.cuh"
+#include "cuda/delta_rule/chunk_16bit/chunk.cuh"
 #include "cuda/delta_rule/scan_part.cuh"
 
 namespace fastweight::cuda {
@@ -31,7 +31,7 @@ struct Stage {
 
 // What the two kinds of warps hand each other: S^T of the chunk's start and N^T, rounded to operands. A row per column.
 template <int kK, int kColumns>
-struct Handover {
+struct WarpExchange {
   alignas(128) uint16_t state[kColumns * kK];
   alignas(128) uint16_t written[kColumns * kChunkRows];
 
@@ -41,14 +41,14 @@ struct Handover {
 
 template <int kK, bool kPerChannel, int kColumns>
 constexpr size_t scan_bytes(int stages) {
-  return sizeof(Handover<kK, kColumns>) + static_cast<size_t>(stages) * sizeof(Stage<kK, kPerChannel, kColumns>);
+  return sizeof(WarpExchange<kK, kColumns>) + static_cast<size_t>(stages) * sizeof(Stage<kK, kPerChannel, kColumns>);
 }
 
 // The operands of the chunks of a sequence on their way to shared memory, in order, by thread `thread` of kThreads.
 template <int kK, bool kPerChannel, int kColumns, int kThreads>
-class Feed {
+class ChunkLoader {
  public:
-  __device__ Feed(const ChunkArgs& args, const ScanPart& part, const SequenceSpan& span, int thread)
+  __device__ ChunkLoader(const ChunkArgs& args, const ScanPart& part, const SequenceSpan& span, int thread)
       : args_(args), first_(part.column), thread_(thread), left_(span.length) {
     const DeltaRuleDeviceProblem& p = args.problem;
     const int64_t item = part.first_chunk * p.num_value_heads + part.head;

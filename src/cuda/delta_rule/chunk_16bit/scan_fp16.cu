@@ -1,4 +1,4 @@
-#include "cuda/delta_rule/chunk/scan.cuh"
+#include "cuda/delta_rule/chunk_16bit/scan.cuh"
 
 namespace fastweight::cuda {
 

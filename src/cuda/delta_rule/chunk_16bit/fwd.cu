@@ -6,8 +6,8 @@
 #include "core/workspace.h"
 #include "cuda/common/first_chunks.h"
 #include "cuda/common/launch.h"
-#include "cuda/delta_rule/chunk/chunk.cuh"
-#include "cuda/delta_rule/chunk/stage.cuh"
+#include "cuda/delta_rule/chunk_16bit/chunk.cuh"
+#include "cuda/delta_rule/chunk_16bit/stage.cuh"
 #include "cuda/delta_rule/kernels.h"
 
 namespace fastweight::cuda {
