@@ -26,6 +26,6 @@ fw_tensor fw_tensor_dense(const void* data, int32_t dtype, int32_t rank, const i
   return tensor;
 }
 
-void fw_context_init(fw_context* context) { fastweight::capi::clear(context); }
+void fw_context_init(fw_context* context) { fastweight::capi::init<fastweight::Context>(context); }
 
 }  // extern "C"

@@ -30,7 +30,7 @@ TensorView to_view(const fw_tensor& tensor) {
 }
 
 Context to_context(const fw_context* pointer) {
-  const fw_context& from = required("context", pointer);
+  const fw_context from = required<Context>("context", pointer);
   Context context;
   context.device = {static_cast<DeviceType>(from.device_type), from.device_index};
   context.stream = from.stream;

@@ -296,14 +296,12 @@ void state_indices(const TensorView& view, int64_t num_sequences, int64_t slots)
   }
 }
 
-void gradient(const char* name, const TensorView& gradient, const char* input_name, const TensorView& input) {
-  if (!gradient.present()) return;
-  if (!input.present()) invalid(name, std::string("none without ") + input_name, "a tensor");
+void like(const char* name, const TensorView& view, const TensorView& other) {
   Shape expected{};
-  expected.extents = input.shape;
-  expected.rank = input.rank;
-  shape(name, gradient, expected);
-  dtype(name, gradient, {input.dtype, DType::kF32});
+  expected.extents = other.shape;
+  expected.rank = other.rank;
+  shape(name, view, expected);
+  dtype(name, view, {other.dtype, DType::kF32});
 }
 
 void scratch_extent(int64_t batch, int64_t tokens, int64_t num_sequences, int64_t num_heads, int64_t max_head_dim,

@@ -73,8 +73,8 @@ int64_t num_sequences(const TensorView& cu_seqlens, int64_t batch, int64_t token
 // The slot of each sequence, from -1 to slots - 1: two sequences must not advance one state.
 void state_indices(const TensorView& view, int64_t num_sequences, int64_t slots);
 
-// A gradient, where asked for, has the shape of its input, and its type or fp32.
-void gradient(const char* name, const TensorView& gradient, const char* input_name, const TensorView& input);
+// An output with the shape of another tensor, and its type or fp32.
+void like(const char* name, const TensorView& view, const TensorView& other);
 
 // Kernels index scratch memory of the order of all tokens and of all chunk states; 64 bits must suffice for it. Only
 // broadcast inputs can be that large.

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "core/blocks_fields.h"
 #include "core/blocks_problem.h"
 #include "core/check.h"
 #include "core/parameters.h"
@@ -22,86 +23,6 @@ using check::invalid;
 using check::Shape;
 
 constexpr int64_t kMaxHeadDim = 256;
-
-// ---- The tensors of a call, by name -------------------------------------------------------------------------------
-
-std::vector<Argument> arguments_of(const ChunkLocalCumsum& args) {
-  return {{"x", &args.x, false}, {"cu_seqlens", &args.cu_seqlens, false}, {"y", &args.y, true}};
-}
-
-std::vector<Argument> arguments_of(const ScaledDotKktInputs& in) {
-  return {{"k", &in.k, false},
-          {"beta", &in.beta, false},
-          {"gamma", &in.gamma, false},
-          {"cu_seqlens", &in.cu_seqlens, false}};
-}
-
-std::vector<Argument> arguments_of(const WyInputs& in) {
-  return {{"k", &in.k, false},         {"v", &in.v, false}, {"beta", &in.beta, false},
-          {"gamma", &in.gamma, false}, {"j", &in.j, false}, {"cu_seqlens", &in.cu_seqlens, false}};
-}
-
-std::vector<Argument> arguments_of(const GateActivationInputs& in) {
-  return {{"x", &in.x, false},
-          {"a_log", &in.a_log, false},
-          {"dt_bias", &in.dt_bias, false},
-          {"cu_seqlens", &in.cu_seqlens, false}};
-}
-
-template <class Inputs>
-std::vector<Argument> with(const Inputs& in, std::initializer_list<Argument> rest) {
-  std::vector<Argument> list = arguments_of(in);
-  list.insert(list.end(), rest);
-  return list;
-}
-
-std::vector<Argument> arguments_of(const ScaledDotKktForward& args) { return with(args.in, {{"a", &args.a, true}}); }
-
-std::vector<Argument> arguments_of(const ScaledDotKktBackward& args) {
-  return with(
-      args.in,
-      {{"da", &args.da, false}, {"dk", &args.dk, true}, {"dbeta", &args.dbeta, true}, {"dgamma", &args.dgamma, true}});
-}
-
-std::vector<Argument> arguments_of(const SolveTrilForward& args) {
-  return {{"a", &args.a, false}, {"cu_seqlens", &args.cu_seqlens, false}, {"j", &args.j, true}};
-}
-
-std::vector<Argument> arguments_of(const SolveTrilBackward& args) {
-  return {
-      {"j", &args.j, false}, {"dj", &args.dj, false}, {"cu_seqlens", &args.cu_seqlens, false}, {"da", &args.da, true}};
-}
-
-std::vector<Argument> arguments_of(const WyForward& args) {
-  return with(args.in, {{"w", &args.w, true}, {"u", &args.u, true}});
-}
-
-std::vector<Argument> arguments_of(const WyBackward& args) {
-  return with(args.in, {{"dw", &args.dw, false},
-                        {"du", &args.du, false},
-                        {"dk", &args.dk, true},
-                        {"dv", &args.dv, true},
-                        {"dbeta", &args.dbeta, true},
-                        {"dgamma", &args.dgamma, true},
-                        {"da", &args.da, true}});
-}
-
-std::vector<Argument> arguments_of(const L2NormForward& args) {
-  return {{"x", &args.x, false}, {"y", &args.y, true}, {"rstd", &args.rstd, true}};
-}
-
-std::vector<Argument> arguments_of(const L2NormBackward& args) {
-  return {{"y", &args.y, false}, {"rstd", &args.rstd, false}, {"dy", &args.dy, false}, {"dx", &args.dx, true}};
-}
-
-std::vector<Argument> arguments_of(const GateActivationForward& args) { return with(args.in, {{"g", &args.g, true}}); }
-
-std::vector<Argument> arguments_of(const GateActivationBackward& args) {
-  return with(args.in, {{"dg", &args.dg, false},
-                        {"dx", &args.dx, true},
-                        {"da_log", &args.da_log, true},
-                        {"ddt_bias", &args.ddt_bias, true}});
-}
 
 // ---- Checks, one function per concern -----------------------------------------------------------------------------
 
@@ -120,9 +41,9 @@ void check_input(const char* name, const TensorView& view, const Shape& shape) {
 }
 
 // A tensor that is written and has to be there: like another one, of its type or fp32.
-void check_output_like(const char* name, const TensorView& output, const char* input_name, const TensorView& input) {
+void check_output_like(const char* name, const TensorView& output, const TensorView& input) {
   check::present(name, output);
-  check::gradient(name, output, input_name, input);
+  check::like(name, output, input);
 }
 
 // An fp32 output, or fp64 in an fp64 problem.
@@ -207,7 +128,7 @@ BlockSizes check_block(const ChunkLocalCumsum& args) {
   sizes.chunk_size = args.chunk_size;
   check_gate_rows("x", args.x, sizes);
   check_sequences("x", args.cu_seqlens, sizes);
-  check_output_like("y", args.y, "x", args.x);
+  check_output_like("y", args.y, args.x);
   return sizes;
 }
 
@@ -228,9 +149,7 @@ BlockSizes check_block(const ScaledDotKktForward& args) {
 
 BlockSizes check_block(const ScaledDotKktBackward& args) {
   const BlockSizes sizes = check_inputs(args.in, "da", args.da);
-  check::gradient("dk", args.dk, "k", args.in.k);
-  check::gradient("dbeta", args.dbeta, "beta", args.in.beta);
-  check::gradient("dgamma", args.dgamma, "gamma", args.in.gamma);
+  check_gradients(args);
   return sizes;
 }
 
@@ -272,7 +191,7 @@ BlockSizes check_block(const WyForward& args) {
     check::shape("w", args.w, {sizes.batch, sizes.tokens, sizes.num_value_heads, sizes.head_dim_k});
     check::dtype("w", args.w, {args.in.k.dtype, DType::kF32});
   }
-  check::gradient("u", args.u, "v", args.in.v);
+  if (args.u.present()) check::like("u", args.u, args.in.v);
   return sizes;
 }
 
@@ -282,10 +201,7 @@ BlockSizes check_block(const WyBackward& args) {
     check_input("dw", args.dw, {sizes.batch, sizes.tokens, sizes.num_value_heads, sizes.head_dim_k});
   }
   if (args.du.present()) check_input("du", args.du, shape_of(args.in.v));
-  check::gradient("dk", args.dk, "k", args.in.k);
-  check::gradient("dv", args.dv, "v", args.in.v);
-  check::gradient("dbeta", args.dbeta, "beta", args.in.beta);
-  check::gradient("dgamma", args.dgamma, "gamma", args.in.gamma);
+  check_gradients(args);
   if (args.da.present()) {
     check::shape("da", args.da, shape_of(args.in.j));
     check_wide("da", args.da, args.in.k);
@@ -309,7 +225,7 @@ Shape check_norm_rows(const char* name, const TensorView& view) {
 BlockSizes check_block(const L2NormForward& args) {
   check::eps(args.eps);
   const Shape numbers = check_norm_rows("x", args.x);
-  check_output_like("y", args.y, "x", args.x);
+  check_output_like("y", args.y, args.x);
   if (args.rstd.present()) {
     check::shape("rstd", args.rstd, numbers);
     check_wide("rstd", args.rstd, args.x);
@@ -320,7 +236,7 @@ BlockSizes check_block(const L2NormForward& args) {
 BlockSizes check_block(const L2NormBackward& args) {
   check_input("rstd", args.rstd, check_norm_rows("y", args.y));
   check_input("dy", args.dy, shape_of(args.y));
-  check_output_like("dx", args.dx, "y", args.y);
+  check_output_like("dx", args.dx, args.y);
   return {};
 }
 
@@ -355,16 +271,14 @@ BlockSizes check_inputs(const GateActivationInputs& in, const GateActivationOpti
 
 BlockSizes check_block(const GateActivationForward& args) {
   const BlockSizes sizes = check_inputs(args.in, args.options);
-  check_output_like("g", args.g, "x", args.in.x);
+  check_output_like("g", args.g, args.in.x);
   return sizes;
 }
 
 BlockSizes check_block(const GateActivationBackward& args) {
   const BlockSizes sizes = check_inputs(args.in, args.options);
   check_input("dg", args.dg, shape_of(args.in.x));
-  check::gradient("dx", args.dx, "x", args.in.x);
-  check::gradient("da_log", args.da_log, "a_log", args.in.a_log);
-  check::gradient("ddt_bias", args.ddt_bias, "dt_bias", args.in.dt_bias);
+  check_gradients(args);
   if (args.da_log.present()) check::parameter("da_log", args.da_log, sizes.num_value_heads);
   if (args.ddt_bias.present()) check_dt_bias("ddt_bias", args.ddt_bias, sizes);
   return sizes;

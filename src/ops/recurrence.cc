@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/delta_rule_fields.h"
 #include "core/parameters.h"
 #include "cpu/delta_rule/registry.h"
 #include "cuda/backend.h"
@@ -22,43 +23,7 @@ using check::Shape;
 constexpr int64_t kMaxHeadDim = 256;
 constexpr double kSafeLowerBound = -5;
 
-// ---- The tensors of a call, by name -------------------------------------------------------------------------------
-
-void append_inputs(const DeltaRuleInputs& in, std::vector<Argument>& list) {
-  for (const Argument& argument :
-       {Argument{"q", &in.q, false}, Argument{"k", &in.k, false}, Argument{"v", &in.v, false},
-        Argument{"g", &in.g, false}, Argument{"beta", &in.beta, false}, Argument{"a_log", &in.a_log, false},
-        Argument{"dt_bias", &in.dt_bias, false}, Argument{"initial_state", &in.initial_state, false},
-        Argument{"cu_seqlens", &in.cu_seqlens, false}}) {
-    list.push_back(argument);
-  }
-}
-
-void append_rest(const DeltaRuleForward& args, std::vector<Argument>& list) {
-  list.push_back({"o", &args.o, true});
-  list.push_back({"final_state", &args.final_state, true});
-  list.push_back({"chunk_states", &args.chunk_states, true});
-}
-
-void append_rest(const DeltaRuleBackward& args, std::vector<Argument>& list) {
-  list.push_back({"d_o", &args.d_o, false});
-  list.push_back({"d_final_state", &args.d_final_state, false});
-  list.push_back({"chunk_states", &args.chunk_states, false});
-  list.push_back({"dq", &args.dq, true});
-  list.push_back({"dk", &args.dk, true});
-  list.push_back({"dv", &args.dv, true});
-  list.push_back({"dg", &args.dg, true});
-  list.push_back({"dbeta", &args.dbeta, true});
-  list.push_back({"da_log", &args.da_log, true});
-  list.push_back({"ddt_bias", &args.ddt_bias, true});
-  list.push_back({"d_initial_state", &args.d_initial_state, true});
-}
-
-void append_rest(const DeltaRuleStep& args, std::vector<Argument>& list) {
-  list.push_back({"state", &args.state, true});
-  list.push_back({"state_indices", &args.state_indices, false});
-  list.push_back({"o", &args.o, true});
-}
+// ---- The tensors of a call -------------------------------------------------------------------------------
 
 bool is_low_rank(const Transition& transition) { return transition.correction == Correction::kLowRank; }
 const char* reader_name(const Transition& transition) { return is_low_rank(transition) ? "a" : "p"; }
@@ -70,13 +35,10 @@ void append_outputs(const Transition& transition, std::vector<Argument>& list) {
 }
 
 template <class Args>
-std::vector<Argument> arguments_of(const Args& args, const Transition& transition) {
-  std::vector<Argument> list;
-  list.reserve(24);
-  append_inputs(args.in, list);
+std::vector<Argument> all_arguments(const Args& args, const Transition& transition) {
+  std::vector<Argument> list = arguments_of(args);
   if (!transition.reader_is_key) list.push_back({reader_name(transition), &transition.reader, false});
   list.push_back({"b", &transition.writer, false});
-  append_rest(args, list);
   append_outputs(transition, list);
   return list;
 }
@@ -318,17 +280,10 @@ void check_rest(const DeltaRuleBackward& args, DeltaRuleSizes& sizes) {
     check_chunk_states_shape(args.chunk_states, args.in, args.options, sizes);
     check_state_dtype("chunk_states", args.chunk_states, in);
   }
-  check::gradient("dq", args.dq, "q", in.q);
-  check::gradient("dk", args.dk, "k", in.k);
-  check::gradient("dv", args.dv, "v", in.v);
-  check::gradient("dg", args.dg, "g", in.g);
-  check::gradient("dbeta", args.dbeta, "beta", in.beta);
-  check::gradient("da_log", args.da_log, "a_log", in.a_log);
-  check::gradient("ddt_bias", args.ddt_bias, "dt_bias", in.dt_bias);
+  check_gradients(args);
   if (args.da_log.present()) check::parameter("da_log", args.da_log, sizes.num_value_heads);
   if (args.ddt_bias.present()) check_dt_bias("ddt_bias", args.ddt_bias, args.options.gate, sizes);
   if (args.d_initial_state.present()) {
-    if (!in.initial_state.present()) invalid("d_initial_state", "none without initial_state", "a tensor");
     check::shape("d_initial_state", args.d_initial_state, state);
     check_state_dtype("d_initial_state", args.d_initial_state, in);
   }
@@ -336,10 +291,11 @@ void check_rest(const DeltaRuleBackward& args, DeltaRuleSizes& sizes) {
 
 // dp is asked for with p alone: without p, dk holds both.
 void check_gradients(const Transition& transition) {
-  const TensorView& reader = transition.reader_is_key ? TensorView{} : transition.reader;
-  const bool low_rank = is_low_rank(transition);
-  check::gradient(low_rank ? "da" : "dp", transition.d_reader, reader_name(transition), reader);
-  check::gradient("db", transition.d_writer, "b", transition.writer);
+  if (transition.d_reader.present()) {
+    if (transition.reader_is_key) invalid("dp", "none without p", "a tensor");
+    check::like(is_low_rank(transition) ? "da" : "dp", transition.d_reader, transition.reader);
+  }
+  if (transition.d_writer.present()) check::like("db", transition.d_writer, transition.writer);
 }
 
 void check_rest(const DeltaRuleStep& args, const DeltaRuleSizes& sizes) {
@@ -374,7 +330,7 @@ template <class Args>
 DeltaRuleProblem<Args> make_problem(const Context& context, const Args& args, const Transition& transition,
                                     bool& work) {
   check::context(context);
-  const std::vector<Argument> arguments = arguments_of(args, transition);
+  const std::vector<Argument> arguments = all_arguments(args, transition);
   check::views(arguments, context.device);
   check_options(args.options);
   DeltaRuleProblem<Args> problem;

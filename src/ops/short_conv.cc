@@ -6,6 +6,7 @@
 
 #include "core/check.h"
 #include "core/implementation.h"
+#include "core/short_conv_fields.h"
 #include "core/short_conv_problem.h"
 #include "cpu/short_conv/registry.h"
 #include "cuda/short_conv/registry.h"
@@ -19,47 +20,6 @@ using check::Argument;
 using check::invalid;
 
 constexpr int64_t kMaxWidth = 16;
-
-// ---- The tensors of a call, by name -------------------------------------------------------------------------------
-
-void append_inputs(const ShortConvInputs& in, std::vector<Argument>& list) {
-  list.push_back({"x", &in.x, false});
-  list.push_back({"w", &in.w, false});
-  list.push_back({"bias", &in.bias, false});
-  list.push_back({"initial_state", &in.initial_state, false});
-  list.push_back({"cu_seqlens", &in.cu_seqlens, false});
-}
-
-void append_rest(const ShortConvForward& args, std::vector<Argument>& list) {
-  list.push_back({"residual", &args.residual, false});
-  list.push_back({"y", &args.y, true});
-  list.push_back({"final_state", &args.final_state, true});
-}
-
-void append_rest(const ShortConvBackward& args, std::vector<Argument>& list) {
-  list.push_back({"dy", &args.dy, false});
-  list.push_back({"d_final_state", &args.d_final_state, false});
-  list.push_back({"dx", &args.dx, true});
-  list.push_back({"dw", &args.dw, true});
-  list.push_back({"dbias", &args.dbias, true});
-  list.push_back({"d_initial_state", &args.d_initial_state, true});
-}
-
-void append_rest(const ShortConvStep& args, std::vector<Argument>& list) {
-  list.push_back({"residual", &args.residual, false});
-  list.push_back({"state", &args.state, true});
-  list.push_back({"state_indices", &args.state_indices, false});
-  list.push_back({"y", &args.y, true});
-}
-
-template <class Args>
-std::vector<Argument> arguments_of(const Args& args) {
-  std::vector<Argument> list;
-  list.reserve(12);
-  append_inputs(args.in, list);
-  append_rest(args, list);
-  return list;
-}
 
 // ---- Checks, one function per concern -----------------------------------------------------------------------------
 
@@ -130,10 +90,7 @@ void check_rest(const ShortConvBackward& args, const ShortConvSizes& sizes) {
   check_input_state("initial_state", in.initial_state, sizes);
   if (args.dy.present()) check_like_x("dy", args.dy, in, {sizes.batch, sizes.tokens, sizes.channels});
   check_input_state("d_final_state", args.d_final_state, sizes);
-  check::gradient("dx", args.dx, "x", in.x);
-  check::gradient("dw", args.dw, "w", in.w);
-  check::gradient("dbias", args.dbias, "bias", in.bias);
-  check::gradient("d_initial_state", args.d_initial_state, "initial_state", in.initial_state);
+  check_gradients(args);
 }
 
 void check_rest(const ShortConvStep& args, const ShortConvSizes& sizes) {

@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "core/implementation.h"
+#include "core/ttt_linear_fields.h"
 #include "core/ttt_linear_problem.h"
 #include "cpu/ttt_linear/registry.h"
 #include "cuda/ttt_linear/registry.h"
@@ -21,59 +22,6 @@ using check::invalid;
 using check::Shape;
 
 constexpr int64_t kMaxHeadDim = 128;
-
-// ---- The tensors of a call, by name -------------------------------------------------------------------------------
-
-void append_inputs(const TttLinearInputs& in, std::vector<Argument>& list) {
-  list.push_back({"q", &in.q, false});
-  list.push_back({"k", &in.k, false});
-  list.push_back({"v", &in.v, false});
-  list.push_back({"w", &in.w, false});
-  list.push_back({"b", &in.b, false});
-  list.push_back({"eta", &in.eta, false});
-  list.push_back({"initial_state", &in.initial_state, false});
-  list.push_back({"initial_state_bias", &in.initial_state_bias, false});
-  list.push_back({"cu_seqlens", &in.cu_seqlens, false});
-}
-
-void append_rest(const TttLinearForward& args, std::vector<Argument>& list) {
-  list.push_back({"o", &args.o, true});
-  list.push_back({"final_state", &args.final_state, true});
-  list.push_back({"final_state_bias", &args.final_state_bias, true});
-}
-
-void append_rest(const TttLinearBackward& args, std::vector<Argument>& list) {
-  list.push_back({"d_o", &args.d_o, false});
-  list.push_back({"d_final_state", &args.d_final_state, false});
-  list.push_back({"d_final_state_bias", &args.d_final_state_bias, false});
-  list.push_back({"dq", &args.dq, true});
-  list.push_back({"dk", &args.dk, true});
-  list.push_back({"dv", &args.dv, true});
-  list.push_back({"dw", &args.dw, true});
-  list.push_back({"db", &args.db, true});
-  list.push_back({"deta", &args.deta, true});
-  list.push_back({"d_initial_state", &args.d_initial_state, true});
-  list.push_back({"d_initial_state_bias", &args.d_initial_state_bias, true});
-}
-
-void append_rest(const TttLinearStep& args, std::vector<Argument>& list) {
-  list.push_back({"state", &args.state, true});
-  list.push_back({"state_bias", &args.state_bias, true});
-  list.push_back({"gradient", &args.gradient, true});
-  list.push_back({"gradient_bias", &args.gradient_bias, true});
-  list.push_back({"position", &args.position, true});
-  list.push_back({"state_indices", &args.state_indices, false});
-  list.push_back({"o", &args.o, true});
-}
-
-template <class Args>
-std::vector<Argument> arguments_of(const Args& args) {
-  std::vector<Argument> list;
-  list.reserve(20);
-  append_inputs(args.in, list);
-  append_rest(args, list);
-  return list;
-}
 
 // ---- Checks, one function per concern -----------------------------------------------------------------------------
 
@@ -201,18 +149,7 @@ void check_rest(const TttLinearBackward& args, const TttLinearSizes& sizes) {
     check::dtype("d_o", args.d_o, {in.q.dtype, DType::kF32});
   }
   check_input_state("d_final_state", args.d_final_state, "d_final_state_bias", args.d_final_state_bias, sizes);
-  check::gradient("dq", args.dq, "q", in.q);
-  check::gradient("dk", args.dk, "k", in.k);
-  check::gradient("dv", args.dv, "v", in.v);
-  check::gradient("dw", args.dw, "w", in.w);
-  check::gradient("db", args.db, "b", in.b);
-  check::gradient("deta", args.deta, "eta", in.eta);
-  if (args.d_initial_state.present() && !in.initial_state.present()) {
-    invalid("d_initial_state", "none without initial_state", "a tensor");
-  }
-  if (args.d_initial_state_bias.present() && !in.initial_state_bias.present()) {
-    invalid("d_initial_state_bias", "none without initial_state_bias", "a tensor");
-  }
+  check_gradients(args);
   check_output_state("d_initial_state", args.d_initial_state, sizes.num_sequences, in, sizes);
   check_output_bias("d_initial_state_bias", args.d_initial_state_bias, sizes.num_sequences, in, sizes);
 }
@@ -289,9 +226,7 @@ bool has_work(const TttLinearStep& args) { return !check::is_empty(args.o); }
 
 template <class Args>
 bool has_work(const Args& args) {
-  std::vector<Argument> arguments;
-  append_rest(args, arguments);
-  return check::any_written(arguments);
+  return check::any_written(arguments_of(args));
 }
 
 template <class Args>
