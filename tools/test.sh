@@ -142,6 +142,7 @@ export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
 begin=$SECONDS
 tools/python.sh prepare >build/python-prepare.log 2>&1 &  # mostly downloads; its errors come again below
 step "format" check tools/format.sh --check
+step "includes point one way" check tools/includes.sh
 step "release build, all tests" build_and_test release all
 step "CUDA kernels, emulated" emulated_cuda
 step "CUDA, compiled for one architecture, tests without a device" cuda

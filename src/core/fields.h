@@ -50,6 +50,8 @@ inline constexpr auto kTensors = nullptr;
 
 template <class S, class Value>
 struct OptionField {
+  static constexpr bool kIsSwitch = std::is_same_v<Value, bool>;
+
   const char* name;
   Value S::*value;
 };
@@ -73,10 +75,13 @@ constexpr void for_each_option_pair(const Visit& visit) {
   (std::make_index_sequence<kCount>());
 }
 
-// visit(row) for each option.
+// visit(row) for each option that is true or false.
 template <class Struct, class Visit>
-constexpr void for_each_option(const Visit& visit) {
-  std::apply([&](const auto&... rows) { (visit(rows), ...); }, kOptions<Struct>);
+constexpr void for_each_switch(const Visit& visit) {
+  const auto visit_switch = [&]<class Row>(const Row& row) {
+    if constexpr (Row::kIsSwitch) visit(row);
+  };
+  std::apply([&](const auto&... rows) { (visit_switch(rows), ...); }, kOptions<Struct>);
 }
 
 // visit(row, view) for each tensor of a call: its inputs, then the others.
