@@ -105,9 +105,9 @@ std::vector<check::Argument> arguments_of(const Args& args) {
 }
 
 // The row of the inputs with this name; null: there is none.
-template <class Inputs>
-constexpr const TensorField<Inputs>* input_row(std::string_view name) {
-  for (const auto& row : kTensors<Inputs>) {
+template <class Inputs, class S = Inputs>
+constexpr const TensorField<S>* input_row(std::string_view name) {
+  for (const auto& row : kTensors<Inputs, S>) {
     if (name == row.name) return &row;
   }
   return nullptr;
