@@ -16,7 +16,9 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
+#include "core/sequences.h"
 #include "fastweight/delta_rule.h"
 
 namespace fastweight {
@@ -51,6 +53,7 @@ template <class Args>
 struct DeltaRuleProblem {
   DeltaRuleSizes sizes;
   Args args;
+  std::vector<Sequence> sequences;  // of host memory; empty on CUDA, and where there is nothing to do
   Transition transition{};
   double scale = 1;
   bool has_fp64 = false;  // any tensor, input or output

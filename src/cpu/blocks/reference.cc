@@ -33,15 +33,13 @@ void for_each_chunk(const std::vector<Chunk>& chunks, int64_t heads, int64_t dou
   });
 }
 
-template <class Args>
-std::vector<Chunk> chunks_of(const BlockProblem<Args>& problem, const TensorView& cu_seqlens) {
-  return chunk_table(problem.sizes.batch, problem.sizes.tokens, cu_seqlens, problem.sizes.chunk_size);
-}
+// The rows of a norm, in pieces.
+std::vector<Chunk> row_table(int64_t rows) { return chunk_table({{0, 0, 0, rows, 0}}, kRowsPerItem); }
 
-// Hands out pieces of an item's scratch memory.
-class Rows {
+// Hands out the rows and matrices of an item's scratch memory.
+class ScratchRows {
  public:
-  explicit Rows(double* memory) : next_(memory) {}
+  explicit ScratchRows(double* memory) : next_(memory) {}
   double* take(int64_t count) {
     double* const taken = next_;
     next_ += count;
@@ -138,11 +136,6 @@ GateColumns columns_of(const BlockProblem<Args>& problem) {
   return {problem.args.in, problem.args.options, problem.sizes.gate == Gate::kPerChannel, problem.args.in.x.shape[3]};
 }
 
-std::vector<Chunk> gate_chunks(const BlockSizes& sizes, const TensorView& cu_seqlens) {
-  if (sizes.chunk_size == 0) return chunk_table(sizes.batch, sizes.tokens, {}, kRowsPerItem);
-  return chunk_table(sizes.batch, sizes.tokens, cu_seqlens, sizes.chunk_size);
-}
-
 // The key Gram matrix -------------------------------------------------------------------------------------------------
 
 // exp(gamma_i - gamma_j) as [K], from gamma [C, K].
@@ -157,7 +150,7 @@ void load_decay(const BlockSizes& sizes, const double* gamma, int64_t i, int64_t
 void reference(const BlockProblem<ChunkLocalCumsum>& problem, const Context& context) {
   const ChunkLocalCumsum& args = problem.args;
   const int64_t width = args.x.shape[3];
-  for_each_chunk(chunks_of(problem, args.cu_seqlens), args.x.shape[2], 2 * width, context,
+  for_each_chunk(chunks_of(problem), args.x.shape[2], 2 * width, context,
                  [&](const Chunk& chunk, int64_t h, double* scratch) {
                    double *row = scratch, *sum = scratch + width;
                    fill(sum, width, 0);
@@ -174,9 +167,9 @@ void reference(const BlockProblem<ScaledDotKktForward>& problem, const Context& 
   const BlockSizes& sizes = problem.sizes;
   const ScaledDotKktForward& args = problem.args;
   const int64_t C = sizes.chunk_size, K = sizes.head_dim_k;
-  for_each_chunk(chunks_of(problem, args.in.cu_seqlens), sizes.num_heads, 2 * C * K + C * C + C + K, context,
+  for_each_chunk(chunks_of(problem), sizes.num_heads, 2 * C * K + C * C + C + K, context,
                  [&](const Chunk& chunk, int64_t head, double* scratch) {
-                   Rows rows(scratch);
+                   ScratchRows rows(scratch);
                    double *k = rows.take(C * K), *gamma = rows.take(C * K), *A = rows.take(C * C), *beta = rows.take(C);
                    double* decay = rows.take(K);
                    load_chunk(args.in.k, chunk, head, K, 0, k);
@@ -202,9 +195,9 @@ void reference(const BlockProblem<ScaledDotKktBackward>& problem, const Context&
   const ScaledDotKktBackward& args = problem.args;
   const int64_t C = sizes.chunk_size, K = sizes.head_dim_k;
   for_each_chunk(
-      chunks_of(problem, args.in.cu_seqlens), sizes.num_heads, 5 * C * K + C * C + 2 * C + K, context,
+      chunks_of(problem), sizes.num_heads, 5 * C * K + C * C + 2 * C + K, context,
       [&](const Chunk& chunk, int64_t head, double* scratch) {
-        Rows rows(scratch);
+        ScratchRows rows(scratch);
         double *k = rows.take(C * K), *gamma = rows.take(C * K), *dA = rows.take(C * C), *beta = rows.take(C);
         double *reads = rows.take(C * K), *writes = rows.take(C * K);  // k's gradient as row and as column of A
         double *dk = rows.take(C * K), *dbeta = rows.take(C), *decay = rows.take(K);
@@ -244,7 +237,7 @@ void reference(const BlockProblem<ScaledDotKktBackward>& problem, const Context&
 void reference(const BlockProblem<SolveTrilForward>& problem, const Context& context) {
   const SolveTrilForward& args = problem.args;
   const int64_t C = problem.sizes.chunk_size;
-  for_each_chunk(chunks_of(problem, args.cu_seqlens), problem.sizes.num_value_heads, 2 * C * C, context,
+  for_each_chunk(chunks_of(problem), problem.sizes.num_value_heads, 2 * C * C, context,
                  [&](const Chunk& chunk, int64_t h, double* scratch) {
                    double *A = scratch, *J = scratch + C * C;
                    load_lower(args.a, chunk, h, false, A);
@@ -260,9 +253,9 @@ void reference(const BlockProblem<SolveTrilForward>& problem, const Context& con
 void reference(const BlockProblem<SolveTrilBackward>& problem, const Context& context) {
   const SolveTrilBackward& args = problem.args;
   const int64_t C = problem.sizes.chunk_size;
-  for_each_chunk(chunks_of(problem, args.cu_seqlens), problem.sizes.num_value_heads, 4 * C * C, context,
+  for_each_chunk(chunks_of(problem), problem.sizes.num_value_heads, 4 * C * C, context,
                  [&](const Chunk& chunk, int64_t h, double* scratch) {
-                   Rows rows(scratch);
+                   ScratchRows rows(scratch);
                    double *J = rows.take(C * C), *dJ = rows.take(C * C), *left = rows.take(C * C),
                           *dA = rows.take(C * C);
                    load_lower(args.j, chunk, h, true, J);
@@ -283,9 +276,9 @@ void reference(const BlockProblem<WyForward>& problem, const Context& context) {
   const BlockSizes& sizes = problem.sizes;
   const WyForward& args = problem.args;
   const int64_t C = sizes.chunk_size, K = sizes.head_dim_k, V = sizes.head_dim_v, M = std::max(K, V);
-  for_each_chunk(chunks_of(problem, args.in.cu_seqlens), sizes.num_heads, C * (2 * K + V + M + C + 1), context,
+  for_each_chunk(chunks_of(problem), sizes.num_heads, C * (2 * K + V + M + C + 1), context,
                  [&](const Chunk& chunk, int64_t head, double* scratch) {
-                   Rows rows(scratch);
+                   ScratchRows rows(scratch);
                    double *k = rows.take(C * K), *gamma = rows.take(C * K), *v = rows.take(C * V);
                    double *product = rows.take(C * M), *J = rows.take(C * C), *beta = rows.take(C);
                    const auto times_J = [&](const double* x, int64_t width) {
@@ -318,9 +311,9 @@ void reference(const BlockProblem<WyBackward>& problem, const Context& context) 
   const BlockSizes& sizes = problem.sizes;
   const WyBackward& args = problem.args;
   const int64_t C = sizes.chunk_size, K = sizes.head_dim_k, V = sizes.head_dim_v;
-  for_each_chunk(chunks_of(problem, args.in.cu_seqlens), sizes.num_heads, C * (5 * K + 3 * V + 3 * C + 2), context,
+  for_each_chunk(chunks_of(problem), sizes.num_heads, C * (5 * K + 3 * V + 3 * C + 2), context,
                  [&](const Chunk& chunk, int64_t head, double* scratch) {
-                   Rows rows(scratch);
+                   ScratchRows rows(scratch);
                    double *k = rows.take(C * K), *dk = rows.take(C * K), *e = rows.take(C * K);  // e = exp(gamma) * k
                    double *dW = rows.take(C * K), *X = rows.take(C * K);
                    double *v = rows.take(C * V), *dU = rows.take(C * V), *Y = rows.take(C * V);
@@ -382,7 +375,7 @@ void reference(const BlockProblem<L2NormForward>& problem, const Context& contex
   const int64_t D = args.x.shape[static_cast<size_t>(args.x.rank - 1)];
   int64_t count = 1;
   for (size_t axis = 0; axis + 1 < static_cast<size_t>(args.x.rank); ++axis) count *= args.x.shape[axis];
-  for_each_chunk(chunk_table(1, count, {}, kRowsPerItem), 1, D, context, [&](const Chunk& rows, int64_t, double* row) {
+  for_each_chunk(row_table(count), 1, D, context, [&](const Chunk& rows, int64_t, double* row) {
     for (int64_t i = rows.begin; i < rows.begin + rows.length; ++i) {
       load_row(args.x, element_offset(args.x, i * D), D, row);
       const double r = 1 / std::sqrt(dot(row, row, D) + args.eps);
@@ -398,37 +391,34 @@ void reference(const BlockProblem<L2NormBackward>& problem, const Context& conte
   const int64_t D = args.y.shape[static_cast<size_t>(args.y.rank - 1)];
   int64_t count = 1;
   for (size_t axis = 0; axis + 1 < static_cast<size_t>(args.y.rank); ++axis) count *= args.y.shape[axis];
-  for_each_chunk(chunk_table(1, count, {}, kRowsPerItem), 1, 2 * D, context,
-                 [&](const Chunk& rows, int64_t, double* y) {
-                   double* dy = y + D;
-                   for (int64_t i = rows.begin; i < rows.begin + rows.length; ++i) {
-                     load_row(args.y, element_offset(args.y, i * D), D, y);
-                     load_row(args.dy, element_offset(args.dy, i * D), D, dy);
-                     const double r = load_element(args.rstd, i), along = dot(y, dy, D);
-                     for (int64_t d = 0; d < D; ++d) dy[d] = r * (dy[d] - y[d] * along);
-                     store_row(args.dx, element_offset(args.dx, i * D), D, dy);
-                   }
-                 });
+  for_each_chunk(row_table(count), 1, 2 * D, context, [&](const Chunk& rows, int64_t, double* y) {
+    double* dy = y + D;
+    for (int64_t i = rows.begin; i < rows.begin + rows.length; ++i) {
+      load_row(args.y, element_offset(args.y, i * D), D, y);
+      load_row(args.dy, element_offset(args.dy, i * D), D, dy);
+      const double r = load_element(args.rstd, i), along = dot(y, dy, D);
+      for (int64_t d = 0; d < D; ++d) dy[d] = r * (dy[d] - y[d] * along);
+      store_row(args.dx, element_offset(args.dx, i * D), D, dy);
+    }
+  });
 }
 
 void reference(const BlockProblem<GateActivationForward>& problem, const Context& context) {
   const GateActivationForward& args = problem.args;
   const GateColumns columns = columns_of(problem);
   const TensorView& x = args.in.x;
-  for_each_chunk(gate_chunks(problem.sizes, args.in.cu_seqlens), x.shape[2], 0, context,
-                 [&](const Chunk& chunk, int64_t h, double*) {
-                   for (int64_t d = 0; d < columns.width; ++d) {
-                     const double a = columns.rate(h, d), bias = columns.bias(h, d);
-                     double sum = 0;
-                     for (int64_t t = chunk.begin; t < chunk.begin + chunk.length; ++t) {
-                       const double z = load(x, at(x, {chunk.batch, t, h, d})) + bias;
-                       const double g =
-                           columns.bounded() ? args.options.lower_bound * sigmoid(a * z) : -a * softplus(z);
-                       sum = args.options.chunk_size == 0 ? g : sum + g;
-                       store(args.g, at(args.g, {chunk.batch, t, h, d}), sum);
-                     }
-                   }
-                 });
+  for_each_chunk(chunks_of(problem), x.shape[2], 0, context, [&](const Chunk& chunk, int64_t h, double*) {
+    for (int64_t d = 0; d < columns.width; ++d) {
+      const double a = columns.rate(h, d), bias = columns.bias(h, d);
+      double sum = 0;
+      for (int64_t t = chunk.begin; t < chunk.begin + chunk.length; ++t) {
+        const double z = load(x, at(x, {chunk.batch, t, h, d})) + bias;
+        const double g = columns.bounded() ? args.options.lower_bound * sigmoid(a * z) : -a * softplus(z);
+        sum = args.options.chunk_size == 0 ? g : sum + g;
+        store(args.g, at(args.g, {chunk.batch, t, h, d}), sum);
+      }
+    }
+  });
 }
 
 void reference(const BlockProblem<GateActivationBackward>& problem, const Context& context) {
@@ -436,7 +426,7 @@ void reference(const BlockProblem<GateActivationBackward>& problem, const Contex
   const GateColumns columns = columns_of(problem);
   const TensorView& x = args.in.x;
   const int64_t heads = x.shape[2], width = columns.width;
-  const std::vector<Chunk> chunks = gate_chunks(problem.sizes, args.in.cu_seqlens);
+  const std::vector<Chunk> chunks = chunks_of(problem);
 
   // One item per column of a head, all tokens in order: its sums need no further care.
   const Workspace workspace(context, sizeof(double) * static_cast<size_t>(2 * heads * width));

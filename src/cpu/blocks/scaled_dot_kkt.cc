@@ -340,7 +340,7 @@ template <class Args, class Run>
 HWY_INLINE void for_each_chunk(const BlockProblem<Args>& problem, const Context& context, Run run) {
   const BlockSizes& sizes = problem.sizes;
   const int64_t heads = sizes.num_heads, C = sizes.chunk_size;
-  const auto chunks = chunk_table(sizes.batch, sizes.tokens, problem.args.in.cu_seqlens, C);
+  const auto chunks = chunks_of(problem);
   const int64_t cost = sizes.batch * sizes.tokens * sizes.num_value_heads * C * sizes.head_dim_k;
   for_each_item(static_cast<int64_t>(chunks.size()) * heads, cost, context, Scratch{padded_width(sizes.head_dim_k)},
                 [&](int64_t item, const Scratch& s)

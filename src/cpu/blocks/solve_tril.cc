@@ -90,7 +90,7 @@ void solve_tril_forward(const BlockProblem<SolveTrilForward>& problem, const Con
   const SolveTrilForward& args = problem.args;
   const BlockSizes& sizes = problem.sizes;
   const int64_t heads = sizes.num_value_heads, C = sizes.chunk_size;
-  const auto chunks = chunk_table(sizes.batch, sizes.tokens, args.cu_seqlens, C);
+  const auto chunks = chunks_of(problem);
   for_each_item(static_cast<int64_t>(chunks.size()) * heads, sizes.batch * sizes.tokens * heads * C * C / 6, context,
                 ForwardScratch(), [&](int64_t item, const ForwardScratch& s) HWY_ATTR {
                   const Chunk& chunk = chunks[static_cast<size_t>(item / heads)];
@@ -105,7 +105,7 @@ void solve_tril_backward(const BlockProblem<SolveTrilBackward>& problem, const C
   const SolveTrilBackward& args = problem.args;
   const BlockSizes& sizes = problem.sizes;
   const int64_t heads = sizes.num_value_heads, C = sizes.chunk_size;
-  const auto chunks = chunk_table(sizes.batch, sizes.tokens, args.cu_seqlens, C);
+  const auto chunks = chunks_of(problem);
   for_each_item(static_cast<int64_t>(chunks.size()) * heads, sizes.batch * sizes.tokens * heads * C * C, context,
                 BackwardScratch(), [&](int64_t item, const BackwardScratch& s) HWY_ATTR {
                   const Chunk& chunk = chunks[static_cast<size_t>(item / heads)];

@@ -440,8 +440,7 @@ template <class Kernel>
 HWY_INLINE void run_backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   const DeltaRuleSizes& sizes = problem.sizes;
   const Form form = form_of(problem);
-  const std::vector<Sequence> sequences =
-      sequence_table(sizes.batch, sizes.tokens, problem.args.in.cu_seqlens, problem.args.options.chunk_size);
+  const std::vector<Sequence>& sequences = problem.sequences;
   int64_t longest = 0;
   for (const Sequence& s : sequences) longest = std::max(longest, s.length);
 

@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/sequences.h"
 #include "core/workspace.h"
 #include "cpu/delta_rule/kernels.h"
 #include "cpu/reference.h"
@@ -152,12 +151,6 @@ struct Operator {
 template <class Problem>
 Operator operator_of(const Problem& problem) {
   return {problem.sizes, problem.args.in, problem.args.options, problem.transition, problem.scale};
-}
-
-template <class Problem>
-std::vector<Sequence> sequences_of(const Problem& problem) {
-  return sequence_table(problem.sizes.batch, problem.sizes.tokens, problem.args.in.cu_seqlens,
-                        problem.args.options.chunk_size);
 }
 
 Token take_token(ScratchLayout& layout, const Operator& op) {
@@ -448,8 +441,7 @@ void reference_forward(const DeltaRuleForwardProblem& problem, const Context& co
   const Operator op = operator_of(problem);
   const DeltaRuleForward& args = problem.args;
   for_each_item(
-      op.sizes.num_heads, sequences_of(problem), context,
-      [&](ScratchLayout& layout) { return forward_layout(layout, op); },
+      op.sizes.num_heads, problem.sequences, context, [&](ScratchLayout& layout) { return forward_layout(layout, op); },
       [&](const Sequence& sequence, int64_t head, const ForwardScratch& scratch) {
         for (int64_t h = head * op.sizes.group; h < (head + 1) * op.sizes.group; ++h) {
           op.load_optional_state(op.in.initial_state, sequence.index, h, scratch.S);
@@ -465,8 +457,7 @@ void reference_step(const DeltaRuleStepProblem& problem, const Context& context)
   const Operator op = operator_of(problem);
   const DeltaRuleStep& args = problem.args;
   for_each_item(
-      op.sizes.num_heads, sequences_of(problem), context,
-      [&](ScratchLayout& layout) { return forward_layout(layout, op); },
+      op.sizes.num_heads, problem.sequences, context, [&](ScratchLayout& layout) { return forward_layout(layout, op); },
       [&](const Sequence& sequence, int64_t head, const ForwardScratch& scratch) {
         const int64_t slot = args.state_indices.present()
                                  ? load_integer(args.state_indices.data, args.state_indices.dtype,
@@ -490,7 +481,7 @@ void reference_step(const DeltaRuleStepProblem& problem, const Context& context)
 void reference_backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   const Operator op = operator_of(problem);
   const DeltaRuleBackward& args = problem.args;
-  const std::vector<Sequence> sequences = sequences_of(problem);
+  const std::vector<Sequence>& sequences = problem.sequences;
   const int64_t K = op.K(), HV = op.sizes.num_value_heads, C = op.options.chunk_size;
   const int64_t N = static_cast<int64_t>(sequences.size()), width = op.gate_width();
 

@@ -372,7 +372,7 @@ void backward(const TttLinearBackwardProblem& problem, const Context& context) {
   const TttLinearSizes& sizes = problem.sizes;
   const int64_t C = problem.args.options.mini_batch, D = sizes.head_dim;
   const int64_t ld = padded_width(D);
-  const auto sequences = sequence_table(sizes.batch, sizes.tokens, problem.args.in.cu_seqlens, static_cast<int32_t>(C));
+  const std::vector<Sequence>& sequences = problem.sequences;
   const std::vector<int64_t> order = longest_first(sequences);
   const int64_t longest = order.empty() ? 0 : sequences[static_cast<size_t>(order[0])].length;
   const int64_t items = static_cast<int64_t>(order.size()) * sizes.num_heads;
