@@ -1,6 +1,6 @@
 // The gate activations with their chunk-local sum, and the way back.
 //
-// A work item of the backward is a run of chunks of at least kTokensPerSum tokens. It leaves the sums of its tokens'
+// An item of the backward is a run of chunks of at least kTokensPerSum tokens. It leaves the sums of its tokens'
 // gradients of A_log and dt_bias, one per column and in fp64, in the workspace; a last loop adds these in order. The
 // cut depends on the lengths of the sequences alone.
 #include <vector>

@@ -1,6 +1,6 @@
 // The building blocks in double precision, as their definitions read.
 //
-// One work item is one chunk and one q/k head with its group of value heads, so that dk is summed over the group in a
+// An item is one chunk and one q/k head with its group of value heads, so that dk is summed over the group in a
 // fixed order. A gate per head is a gate per channel with equal channels, whose gradient is the sum over the channels.
 #include "cpu/reference.h"
 
@@ -213,9 +213,9 @@ void reference(const BlockProblem<ScaledDotKktBackward>& problem, const Context&
             for (int64_t j = 0; j < i; ++j) {
               load_decay(sizes, gamma, i, j, decay);
               for (int64_t d = 0; d < K; ++d) {
-                const double e = dA[i * C + j] * decay[d];
-                reads[i * K + d] += e * k[j * K + d];
-                writes[j * K + d] += e * beta[i] * k[i * K + d];
+                const double E = dA[i * C + j] * decay[d];
+                reads[i * K + d] += E * k[j * K + d];
+                writes[j * K + d] += E * beta[i] * k[i * K + d];
               }
             }
           }
@@ -256,17 +256,16 @@ void reference(const BlockProblem<SolveTrilBackward>& problem, const Context& co
   for_each_chunk(chunks_of(problem), problem.sizes.num_value_heads, 4 * C * C, context,
                  [&](const Chunk& chunk, int64_t h, double* scratch) {
                    ScratchRows rows(scratch);
-                   double *J = rows.take(C * C), *dJ = rows.take(C * C), *left = rows.take(C * C),
-                          *dA = rows.take(C * C);
+                   double *J = rows.take(C * C), *dJ = rows.take(C * C), *Z = rows.take(C * C), *dA = rows.take(C * C);
                    load_lower(args.j, chunk, h, true, J);
                    load_lower(args.dj, chunk, h, false, dJ);
-                   fill(left, C * C, 0);
+                   fill(Z, C * C, 0);
                    fill(dA, C * C, 0);
-                   for (int64_t i = 0; i < chunk.length; ++i) {  // left = J^T dJ
-                     for (int64_t m = i; m < chunk.length; ++m) add_scaled(J[m * C + i], dJ + m * C, C, left + i * C);
+                   for (int64_t i = 0; i < chunk.length; ++i) {  // Z = J^T dJ
+                     for (int64_t m = i; m < chunk.length; ++m) add_scaled(J[m * C + i], dJ + m * C, C, Z + i * C);
                    }
                    for (int64_t i = 0; i < chunk.length; ++i) {
-                     for (int64_t j = 0; j < i; ++j) dA[i * C + j] = -dot(left + i * C, J + j * C, j + 1);
+                     for (int64_t j = 0; j < i; ++j) dA[i * C + j] = -dot(Z + i * C, J + j * C, j + 1);
                    }
                    store_chunk(args.da, chunk, h, C, dA);
                  });
@@ -314,16 +313,16 @@ void reference(const BlockProblem<WyBackward>& problem, const Context& context) 
   for_each_chunk(chunks_of(problem), sizes.num_heads, C * (5 * K + 3 * V + 3 * C + 2), context,
                  [&](const Chunk& chunk, int64_t head, double* scratch) {
                    ScratchRows rows(scratch);
-                   double *k = rows.take(C * K), *dk = rows.take(C * K), *e = rows.take(C * K);  // e = exp(gamma) * k
+                   double *k = rows.take(C * K), *dk = rows.take(C * K), *read = rows.take(C * K);  // exp(gamma) * k
                    double *dW = rows.take(C * K), *X = rows.take(C * K);
                    double *v = rows.take(C * V), *dU = rows.take(C * V), *Y = rows.take(C * V);
-                   double *J = rows.take(C * C), *P = rows.take(C * C), *dA = rows.take(C * C);
+                   double *J = rows.take(C * C), *Z = rows.take(C * C), *dA = rows.take(C * C);
                    double *beta = rows.take(C), *dbeta = rows.take(C);
                    load_chunk(args.in.k, chunk, head, K, 0, k);
                    fill(dk, C * K, 0);
                    for (int64_t h = head * sizes.group; h < (head + 1) * sizes.group; ++h) {
                      load_numbers(args.in.beta, chunk, h, 1, beta);
-                     load_gamma(args.in.gamma, chunk, h, sizes, e);
+                     load_gamma(args.in.gamma, chunk, h, sizes, read);
                      load_lower(args.in.j, chunk, h, true, J);
                      load_chunk(args.in.v, chunk, h, V, 0, v);
                      load_chunk(args.dw, chunk, h, K, 0, dW);
@@ -338,20 +337,20 @@ void reference(const BlockProblem<WyBackward>& problem, const Context& context) 
                          add_scaled(J[m * C + i], dU + m * V, V, Y + i * V);
                        }
                      }
-                     // P = X (beta * exp(gamma) * k)^T + Y (beta * v)^T,  dA = -slower(P J^T)
-                     for (int64_t d = 0; d < chunk.length * K; ++d) e[d] = std::exp(e[d]) * k[d];
+                     // Z = X (beta * exp(gamma) * k)^T + Y (beta * v)^T,  dA = -slower(Z J^T)
+                     for (int64_t d = 0; d < chunk.length * K; ++d) read[d] = std::exp(read[d]) * k[d];
                      fill(dA, C * C, 0);
                      for (int64_t i = 0; i < chunk.length; ++i) {
                        for (int64_t m = 0; m < i; ++m) {
-                         P[i * C + m] = beta[m] * (dot(X + i * K, e + m * K, K) + dot(Y + i * V, v + m * V, V));
+                         Z[i * C + m] = beta[m] * (dot(X + i * K, read + m * K, K) + dot(Y + i * V, v + m * V, V));
                        }
-                       for (int64_t j = 0; j < i; ++j) dA[i * C + j] = -dot(P + i * C, J + j * C, j + 1);
+                       for (int64_t j = 0; j < i; ++j) dA[i * C + j] = -dot(Z + i * C, J + j * C, j + 1);
                      }
                      store_chunk(args.da, chunk, h, C, dA);
 
                      // From here on W's share: X becomes dgamma.
                      for (int64_t i = 0; i < chunk.length; ++i) {
-                       dbeta[i] = dot(Y + i * V, v + i * V, V) + dot(X + i * K, e + i * K, K);
+                       dbeta[i] = dot(Y + i * V, v + i * V, V) + dot(X + i * K, read + i * K, K);
                        for (int64_t d = i * V; d < (i + 1) * V; ++d) Y[d] *= beta[i];
                      }
                      store_numbers(args.dbeta, chunk, h, dbeta);
@@ -359,9 +358,9 @@ void reference(const BlockProblem<WyBackward>& problem, const Context& context) 
                      load_gamma(args.in.gamma, chunk, h, sizes, dW);
                      for (int64_t i = 0; i < chunk.length; ++i) {
                        for (int64_t d = i * K; d < (i + 1) * K; ++d) {
-                         const double read = beta[i] * std::exp(dW[d]) * X[d];
-                         dk[d] += read;
-                         X[d] = k[d] * read;
+                         const double through_W = beta[i] * std::exp(dW[d]) * X[d];
+                         dk[d] += through_W;
+                         X[d] = k[d] * through_W;
                        }
                      }
                      store_dgamma(args.dgamma, chunk, h, sizes, X);
@@ -378,10 +377,10 @@ void reference(const BlockProblem<L2NormForward>& problem, const Context& contex
   for_each_chunk(row_table(count), 1, D, context, [&](const Chunk& rows, int64_t, double* row) {
     for (int64_t i = rows.begin; i < rows.begin + rows.length; ++i) {
       load_row(args.x, element_offset(args.x, i * D), D, row);
-      const double r = 1 / std::sqrt(dot(row, row, D) + args.eps);
-      for (int64_t d = 0; d < D; ++d) row[d] *= r;
+      const double rstd = 1 / std::sqrt(dot(row, row, D) + args.eps);
+      for (int64_t d = 0; d < D; ++d) row[d] *= rstd;
       store_row(args.y, element_offset(args.y, i * D), D, row);
-      if (args.rstd.present()) store_element(args.rstd, i, r);
+      if (args.rstd.present()) store_element(args.rstd, i, rstd);
     }
   });
 }
@@ -396,8 +395,8 @@ void reference(const BlockProblem<L2NormBackward>& problem, const Context& conte
     for (int64_t i = rows.begin; i < rows.begin + rows.length; ++i) {
       load_row(args.y, element_offset(args.y, i * D), D, y);
       load_row(args.dy, element_offset(args.dy, i * D), D, dy);
-      const double r = load_element(args.rstd, i), along = dot(y, dy, D);
-      for (int64_t d = 0; d < D; ++d) dy[d] = r * (dy[d] - y[d] * along);
+      const double rstd = load_element(args.rstd, i), along = dot(y, dy, D);
+      for (int64_t d = 0; d < D; ++d) dy[d] = rstd * (dy[d] - y[d] * along);
       store_row(args.dx, element_offset(args.dx, i * D), D, dy);
     }
   });

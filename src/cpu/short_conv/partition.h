@@ -1,4 +1,4 @@
-// How a short convolution is cut for the parallel loop.
+// How a short convolution is cut into items for the parallel loop: by ranges of tokens and blocks of channels.
 #pragma once
 
 #include <algorithm>

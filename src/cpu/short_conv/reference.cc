@@ -1,5 +1,5 @@
 // The short convolution in double precision: the definition as loops. It takes every valid problem and is what all
-// other implementations are measured against. A work item is one channel of all sequences.
+// other implementations are measured against. An item is one channel of all sequences.
 #include <algorithm>
 #include <array>
 #include <cmath>

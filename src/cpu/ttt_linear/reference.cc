@@ -5,7 +5,7 @@
 // same arithmetic in the same order as a forward. The backward takes mini-batches as a whole. The C - L rows that
 // extend a partial mini-batch are equal: there is one of them, and its contributions count C - L times.
 //
-// One work item is one sequence and head. All scratch memory is doubles.
+// An item is one sequence and head. All scratch memory is doubles.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
