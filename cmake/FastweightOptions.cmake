@@ -64,7 +64,7 @@ function(fastweight_sanitize target)
   target_compile_options(${target} PRIVATE -fsanitize=${FASTWEIGHT_SANITIZE} -fno-sanitize-recover=all
                                            -fno-omit-frame-pointer -g1)
   target_link_options(${target} PRIVATE -fsanitize=${FASTWEIGHT_SANITIZE})
-  target_compile_definitions(${target} PRIVATE "HWY_DISABLED_TARGETS=(HWY_AVX3|HWY_AVX3_DL|HWY_SVE|HWY_SVE2|HWY_RVV)")
+  target_compile_definitions(${target} PRIVATE HWY_COMPILE_ONLY_STATIC)
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     target_compile_options(${target} PRIVATE -march=haswell -maes) # all that Highway's AVX2 takes
   endif()
