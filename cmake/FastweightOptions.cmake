@@ -46,6 +46,9 @@ function(fastweight_options target)
     # AVX-512 intrinsics, and inside the standard library's sort and string code. The sanitizers look for these.
     fastweight_host_options(${target} -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized -Wno-array-bounds
                             -Wno-stringop-overflow -Wno-restrict)
+  else()
+    # clang 14 captures a structured binding only as `[x = x]`, which is a shadow to clang 19. GCC looks for all others.
+    fastweight_host_options(${target} -Wno-shadow)
   endif()
   if(FASTWEIGHT_WERROR)
     fastweight_host_options(${target} -Werror)
