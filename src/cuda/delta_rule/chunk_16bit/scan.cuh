@@ -17,6 +17,7 @@
 #include <algorithm>
 
 #include "cuda/common/launch.h"
+#include "cuda/common/warp_roles.cuh"
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
 #include "cuda/delta_rule/chunk_16bit/stage.cuh"
 #include "cuda/delta_rule/scan_part.cuh"
@@ -246,17 +247,17 @@ __device__ __forceinline__ void store_outputs(const ChunkArgs& args, const Share
   }
 }
 
-// Barriers between the two kinds of warps of a block, all of which take part in each. One kind waits, the other arrives
-// and goes on.
+// What the two kinds of warps of a block tell each other. All of them take part in every signal (warp_roles.cuh); the
+// output warps produce the stages, the state warps consume them, and the output warps read them too.
 //
-//     kStageReady    the output warps have copied the chunk's operands, and need S and N of the chunk before no more
-//     kStateReady    the state warps have written S of the chunk
-//     kWritesReady   the state warps have written N of the chunk, and need v no more
-//     k..StageFree   the state warps need the chunk's operands no more; not after the last chunk
+//     stage filled     the output warps have copied the chunk's operands, and need S and R of the chunk before no more
+//     state ready      the state warps have written S of the chunk
+//     writes ready     the state warps have written R of the chunk, and need v no more
+//     stage released   the state warps need the chunk's operands no more; not after the last chunk
 //
-// The state warps cannot begin a chunk before the output warps have passed all barriers of the chunk before but the
-// last: of that one there are two, for even and for odd chunks.
-enum { kStageReady = 1, kStateReady, kWritesReady, kEvenStageFree, kOddStageFree };
+// The output warps wait for both of the state warps' signals of a chunk before they commit the next stage: neither kind
+// can be ahead by a turn, but in the releases.
+enum { kStageFilled = 1, kStateReady, kWritesReady, kStageReleased };
 
 template <DType kType, int kK, bool kPerChannel, int kTiles, int kPairs>
 struct Scan {
@@ -272,6 +273,9 @@ struct Scan {
   Stages stage;
   bool two_stages;
   int row, lane;  // the warp's first column in the block
+  StagePipeline<kStageFilled, kStageReleased> stages{kThreads};
+  WarpSignal<kStateReady> state_ready{kThreads};
+  WarpSignal<kWritesReady> writes_ready{kThreads};
 
   __device__ __forceinline__ Stage<kK, kPerChannel, kColumns>& stage_of(int c) const {
     return stage[two_stages ? c % 2 : 0];
@@ -304,19 +308,16 @@ struct Scan {
         }
       }
       if (last) return;
-      named_barrier<kStageReady>(kThreads);
+      stages.consumer_wait();
       Stage<kK, kPerChannel, kColumns>& current = stage_of(c);
       Sums<kTiles> X;
       clear<kTiles>(X);
       read_state<kType, kK, kTiles>(S, exchange.S(), row, current.read_keys(), here, X);
-      arrive_at_named_barrier<kStateReady>(kThreads);
+      state_ready.arrive();
       finish_writes<kType, kTiles>(current, exchange.N(), row, here, X);
-      arrive_at_named_barrier<kWritesReady>(kThreads);
+      writes_ready.arrive();
       advance_state<kType, kTiles>(current, here, X, S);
-      if (c + 1 < chunks) {
-        c % 2 == 0 ? arrive_at_named_barrier<kEvenStageFree>(kThreads)
-                   : arrive_at_named_barrier<kOddStageFree>(kThreads);
-      }
+      if (c + 1 < chunks) stages.consumer_release(c);
     }
   }
 
@@ -328,11 +329,11 @@ struct Scan {
     loader.next(stage[0]);
     commit_copies();
     wait_copies<0>();
-    if (two_stages) arrive_at_named_barrier<kStageReady>(kThreads);
+    if (two_stages) stages.producer_commit();
     for (int c = 0; c < chunks; ++c, o += C * args.o.strides[1]) {
       Stage<kK, kPerChannel, kColumns>& current = stage_of(c);
       const bool more = c + 1 < chunks;
-      if (c > 0) c % 2 == 1 ? named_barrier<kEvenStageFree>(kThreads) : named_barrier<kOddStageFree>(kThreads);
+      if (c > 0) stages.producer_acquire(c - 1);
       if (two_stages) {
         if (more) loader.next(stage_of(c + 1));
         commit_copies();
@@ -340,9 +341,9 @@ struct Scan {
         if (c > 0) loader.next(current);
         commit_copies();
         wait_copies<0>();
-        named_barrier<kStageReady>(kThreads);
+        stages.producer_commit_and_wait();
       }
-      named_barrier<kStateReady>(kThreads);
+      state_ready.wait();
       Sums<kTiles> O;
       clear<kTiles>(O);
       read_state<kType, kK, kTiles>(exchange.S(), row, current.queries(), lane, O);
@@ -350,11 +351,11 @@ struct Scan {
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) scale_tokens<kTiles>(current.token, kOnQueryRead, n, lane, O);
       }
-      named_barrier<kWritesReady>(kThreads);
+      writes_ready.wait();
       add_writes<kType, kTiles>(exchange.N(), row, {current.P}, lane, O);
       if (two_stages && more) {
         wait_copies<0>();
-        arrive_at_named_barrier<kStageReady>(kThreads);
+        stages.producer_commit();
       }
       store_outputs<kType, kTiles>(args, current.values(), row, lane, o, static_cast<int>(min(span.length - c * C, C)),
                                    part.column, O);
