@@ -69,10 +69,10 @@ __device__ __forceinline__ void copy_tile(const SharedTile<kColumns>& tile, cons
   }
 }
 
-// log2 of a decay. Below 2^-149 there is no positive float; the bound keeps sums of the logarithms small.
+// log2 of a decay. Below 2^-149 there is no positive float; the bound keeps sums of the logarithms small. NaN stays NaN.
 __device__ __forceinline__ float log2_decay(const DeltaRuleDeviceProblem& problem, float x, float rate, float bias) {
   constexpr float kLog2E = 1.4426950408889634f;
-  return fmaxf(log_decay(problem, x, rate, bias) * kLog2E, -150.0f);
+  return max_or_nan(log_decay(problem, x, rate, bias) * kLog2E, -150.0f);
 }
 
 // body(item, span, head) for the block's share of all pairs of a chunk and a value head. All threads leave an item
