@@ -424,6 +424,28 @@ TEST(CudaSharedMemory, OfDevicesWith99Kilobytes) {
   }
 }
 
+// One kernel asks for the memory of one stage, of two, and of one again, and gets it each time. The stages show in no bit.
+TEST(CudaSharedMemory, OneKernelWithLessAndMore) {
+  if (cuda_devices().at(0).name != "emulator") GTEST_SKIP() << "a device has the shared memory that it has";
+  DeltaRuleSpec one = with_heads(spec_of(Gate::kPerHead, 130, 128, 20), 1, 1);
+  one.dtype = DType::kF16;
+  const DeltaRuleCase problem = draw(one, 21);
+  std::string line;
+  Context context = context_for("chunk_16bit");
+  context.verbose = true;
+  context.log_user = &line;
+  context.log = [](void* user, const char* text) { *static_cast<std::string*>(user) = text; };
+  const auto run = [&](const char* bytes, const std::string& stages) {
+    const EmulatedSharedMemory limit(bytes);
+    const DeltaRuleResults results = support::forward(problem, context, true);
+    EXPECT_NE(line.find(stages), std::string::npos) << line;
+    return results;
+  };
+  const DeltaRuleResults expected = run("101376", "stages 1");
+  expect_same_bits(run("232448", "stages 2"), expected, "two stages");
+  expect_same_bits(run("101376", "stages 1"), expected, "one stage again");
+}
+
 // Scratch memory -----------------------------------------------------------------------------------------------------
 
 struct CountingSource {
