@@ -58,7 +58,8 @@ struct StagePipeline {
 
   __device__ __forceinline__ void producer_acquire(int turn) const { AlternatingSignal<kReleased>{threads}.wait(turn); }
   __device__ __forceinline__ void producer_commit() const { WarpSignal<kFilled>{threads}.arrive(); }
-  // Where there is one buffer, producers that also read it wait for each other's copies along with the consumers.
+  // Where there is one buffer, producers that also read it wait for each other's copies along with the consumers: the
+  // one case of two places that wait, both of which every thread of its kind reaches once per turn.
   __device__ __forceinline__ void producer_commit_and_wait() const { WarpSignal<kFilled>{threads}.wait(); }
   __device__ __forceinline__ void consumer_wait() const { WarpSignal<kFilled>{threads}.wait(); }
   __device__ __forceinline__ void consumer_release(int turn) const {
