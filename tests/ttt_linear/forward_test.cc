@@ -71,12 +71,15 @@ TEST(Forward, StepSizes) {
 TEST(Forward, SixteenBitTypes) {
   for (DType dtype : {DType::kBF16, DType::kF16}) {
     for (DType parameter_dtype : {DType::kF32, dtype}) {
-      for (int64_t T : first<int64_t>({63, 300}, 1)) {
-        TttLinearSpec spec = spec_of(T, 60, 2);
-        spec.dtype = dtype;
-        spec.parameter_dtype = parameter_dtype;
-        check_forward(draw(spec, 28));
-        check_forward(draw(with_lengths(spec, {5, 0, 64, 1, 33}), 28));
+      for (int32_t mini_batch : {16, 64}) {
+        for (int64_t T : first<int64_t>({63, 300}, 1)) {
+          TttLinearSpec spec = spec_of(T, 60, 2);
+          spec.dtype = dtype;
+          spec.parameter_dtype = parameter_dtype;
+          spec.options.mini_batch = mini_batch;
+          check_forward(draw(spec, 28));
+          check_forward(draw(with_lengths(spec, {5, 0, 64, 1, 33}), 28));
+        }
       }
     }
   }
