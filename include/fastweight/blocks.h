@@ -14,7 +14,7 @@
 // Sizes are those of delta_rule.h. A chunk matrix (A, J) is [B, T, HV, C]: row t is the row of its chunk's matrix, with
 // zeros from column L on; C is read off the last axis. Of A only the part below the diagonal is read, of J the part up
 // to and including it. Inputs may have any strides; k and v share one type (fp32, bf16, fp16, fp64), every other input
-// has any floating type. fp64 anywhere runs on the reference.
+// has any floating type. fp64 anywhere runs on the CPU's reference.
 #pragma once
 
 #include <cstdint>

@@ -65,10 +65,13 @@ typedef struct fw_context {
   void* stream;
   int32_t num_threads; /* 0: every core of the process */
   int32_t verbose;
-  void* (*allocate)(void* user, size_t bytes); /* scratch memory, aligned to 64; null: the heap */
+  /* Scratch memory, aligned to 64; null: the heap, on CUDA the device's memory pool. */
+  void* (*allocate)(void* user, size_t bytes);
   void (*release)(void* user, void* pointer, size_t bytes);
   void* allocate_user;
-  const char* implementation;                /* run this one or fail; null or empty: choose */
+  /* Null or empty: choose. A name: run that implementation or fail. A form, such as "chunk" where a device has
+   * chunk_16bit and chunk_fp32: the first implementation of that form that takes the problem, or fail. */
+  const char* implementation;
   void (*log)(void* user, const char* line); /* receives the verbose lines; null: stderr */
   void* log_user;
   int32_t trust_pointers; /* CUDA: the tensors are known to lie where they say, do not ask the driver */
@@ -125,7 +128,7 @@ typedef struct fw_delta_rule_step_args {
   const fw_delta_rule_inputs* inputs; /* without initial_state */
   const fw_delta_rule_options* options;
   fw_tensor state;         /* [slots, HV, K, V], read and written */
-  fw_tensor state_indices; /* [N]: the slot of each sequence, -1: skip it; optional */
+  fw_tensor state_indices; /* [N]: the slot of each sequence, none twice, -1: skip it; optional */
   fw_tensor o;             /* [B, T, HV, V] */
 } fw_delta_rule_step_args;
 
@@ -294,7 +297,7 @@ typedef struct fw_ttt_linear_step_args {
   fw_tensor gradient;      /* [slots, H, D, D] */
   fw_tensor gradient_bias; /* [slots, H, 1, D] or [slots, H, D] */
   fw_tensor position;      /* [slots] FW_I32: the tokens in the open mini-batch */
-  fw_tensor state_indices; /* [N]: the slot of each sequence, -1: skip it; optional */
+  fw_tensor state_indices; /* [N]: the slot of each sequence, none twice, -1: skip it; optional */
   fw_tensor o;             /* [B, T, H, D] */
 } fw_ttt_linear_step_args;
 
@@ -336,9 +339,10 @@ typedef struct fw_short_conv_step_args {
   const fw_short_conv_options* options;
   fw_tensor residual;      /* [B, T, D]; absent: 0 */
   fw_tensor state;         /* [slots, D, W], read and written */
-  fw_tensor state_indices; /* [N]: the slot of each sequence, -1: skip it; optional */
+  fw_tensor state_indices; /* [N]: the slot of each sequence, none twice, -1: skip it; optional */
   fw_tensor y;             /* [B, T, D] */
 } fw_short_conv_step_args;
+
 /* The building blocks: one struct per call, its inputs first. */
 typedef struct fw_chunk_local_cumsum_args {
   size_t struct_size;

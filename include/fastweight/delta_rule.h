@@ -26,9 +26,11 @@ namespace fastweight {
 struct DeltaRuleOptions {
   static constexpr double kUnset = std::numeric_limits<double>::infinity();
 
-  Gate gate = Gate::kNone;     // none: DeltaNet, per head: GDN, per channel: KDA
-  double scale = kUnset;       // kUnset: K^-0.5
-  int32_t chunk_size = 64;     // 16, 32 or 64: where the chunk-start states stand
+  Gate gate = Gate::kNone;  // none: DeltaNet, per head: GDN, per channel: KDA
+  double scale = kUnset;    // kUnset: K^-0.5
+  // 16, 32 or 64: where the chunk-start states stand and where a sequence may be cut without changing a bit. On CUDA
+  // 16-bit problems are computed in tiles of 64 rows per chunk: smaller chunks fill their tiles less and cost more.
+  int32_t chunk_size = 64;
   bool state_v_first = false;  // every state tensor is [.., V, K] instead of [.., K, V]
   bool qk_l2norm = false;      // q and k become x / sqrt(sum x^2 + 1e-6)
 
@@ -39,16 +41,19 @@ struct DeltaRuleOptions {
   // g = lower_bound * sigmoid(exp(A_log) (x + dt_bias)).
   bool gate_in_kernel = false;
   double lower_bound = kUnset;  // kUnset: none
-  bool safe_gate = false;       // per channel: the caller promises g >= -5 (checked for lower_bound)
+  bool safe_gate = false;       // per channel: the caller promises g >= -5 (checked for lower_bound). No kernel uses it
 };
 
 // On CUDA the contents of cu_seqlens and state_indices stay on the device, and no call waits for it: offsets are
 // clamped to the tokens that exist and slots that do not exist are skipped like -1, so that malformed contents give
 // useless results but touch nothing outside the tensors. Tokens after the last offset are left alone. A call that was
-// captured in a CUDA graph may be replayed with other contents of all its tensors, lengths among them.
+// captured in a CUDA graph may be replayed with other contents of all its tensors, lengths among them. That no two
+// sequences of a step name one slot is checked on the CPU, and on CUDA the caller's promise: they would write the same
+// state at once, and what it then holds is undefined.
 
 // The tensors that every entry point reads. Inputs may have any strides. q, k and v share one type (fp32, bf16, fp16,
-// fp64); g, beta, the states and parameters may have any floating type. fp64 anywhere runs on the reference.
+// fp64); g, beta, the states and parameters may have any floating type. fp64 anywhere runs on the CPU's
+// reference.
 struct DeltaRuleInputs {
   TensorView q;              // [B, T, H, K]
   TensorView k;              // [B, T, H, K]

@@ -7,7 +7,7 @@
 //     o_t = scale q_t S_t
 //
 // Sizes: B batch, T tokens, H heads, K and V head widths (1 to 256 each), N sequences (B, or the count in cu_seqlens),
-// C chunk size, NT chunks (delta_rule_num_chunks).
+// C chunk size, NT chunks (delta_rule_num_chunks). On the CPU alone so far.
 #pragma once
 
 #include <cstdint>

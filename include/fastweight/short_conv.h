@@ -27,7 +27,7 @@ struct ShortConvOptions {
 };
 
 // The tensors that every entry point reads. Inputs may have any strides; rows whose channels are neighbours in memory
-// are fastest. x is fp32, bf16, fp16 or fp64, the others may have any floating type. fp64 anywhere runs on the
+// are fastest. x is fp32, bf16, fp16 or fp64, the others may have any floating type. fp64 anywhere runs on the CPU's
 // reference.
 struct ShortConvInputs {
   TensorView x;              // [B, T, D]
@@ -60,6 +60,10 @@ struct ShortConvBackward {
 };
 
 // Decoding: T tokens per sequence advance states in place. `in.initial_state` is absent.
+//
+// On CUDA the contents of state_indices and cu_seqlens stay on the device: slots that do not exist are skipped like -1,
+// offsets are clamped to the tokens that exist. That no two sequences name one slot is checked on the CPU, and on CUDA
+// the caller's promise: they would write the same state at once, and what it then holds is undefined.
 struct ShortConvStep {
   ShortConvInputs in;
   ShortConvOptions options;

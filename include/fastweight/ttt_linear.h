@@ -40,7 +40,7 @@ struct TttLinearOptions {
 };
 
 // The tensors that every entry point reads. Inputs may have any strides. q, k and v share one type (fp32, bf16, fp16,
-// fp64); w, b, eta and the states may have any floating type. fp64 anywhere runs on the reference.
+// fp64); w, b, eta and the states may have any floating type. fp64 anywhere runs on the CPU's reference.
 struct TttLinearInputs {
   TensorView q;                   // [B, T, H, D]
   TensorView k;                   // [B, T, H, D]
@@ -85,6 +85,11 @@ struct TttLinearBackward {
 //
 // All five have one entry per slot and are read and written; slots = N without state_indices, and with them the slots
 // that are not named are left alone, whatever they hold. Floating ones are fp32.
+//
+// On CUDA the contents of state_indices, position and cu_seqlens stay on the device: slots that do not exist are skipped
+// like -1, positions are clamped to 0 .. C - 1 and offsets to the tokens that exist. That no two sequences name one slot
+// is checked on the CPU, and on CUDA the caller's promise: they would write the same slot at once, and what it then
+// holds is undefined.
 struct TttLinearStep {
   TttLinearInputs in;
   TttLinearOptions options;

@@ -6,8 +6,8 @@ the layers of flash-linear-attention call a handful of functions that they find 
 models look the names up when they run, so those that exist already follow too. `restore` puts everything back.
 
 A replacement computes what the original would. It leaves calls to the original that ours have no kernel for: tensors on
-another device, an activation other than silu, and graphs that are being exported; also, with a warning, those that
-record gradients on a device that ours have no backward for.
+another device, heads wider than 256, an activation other than silu, fp64 on CUDA, and graphs that are being exported;
+also, with a warning, those that record gradients on a device that ours have no backward for.
 """
 
 from __future__ import annotations
@@ -315,6 +315,9 @@ def accelerate() -> list[str]:
 
     Results agree with those of the PyTorch code that they replace to within rounding. Packed sequences
     (`cu_seq_lens_q` or `seq_idx` among the arguments of the model) are kept apart. Calling it again does no harm.
+
+    Calls that fastweight has no kernel for keep the original function, such as heads wider than 256: in the layers of
+    flash-linear-attention that is GatedDeltaNet with its defaults, whose value heads are 512 wide.
 
     Returns:
         The functions that have been replaced so far; those of modules that are imported later come on top.

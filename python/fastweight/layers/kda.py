@@ -33,7 +33,7 @@ class KimiDeltaAttention(TokenMixer):
         mode: `chunk` or `fused_recurrent`. In evaluation short calls take the recurrent form in either.
         use_short_conv, conv_size, conv_bias: the convolutions.
         allow_neg_eigval: step sizes up to 2.
-        safe_gate: A_log starts at 0, and kernels may rely on the lower bound, which has to lie in [-5, 0).
+        safe_gate: A_log starts at 0, and the lower bound has to lie in [-5, 0). No kernel relies on it.
         lower_bound: the decays' logarithms are `lower_bound * sigmoid(exp(A_log) * (f_proj(x) + dt_bias))` instead.
         layer_idx: the index of this layer in a cache.
         norm_eps: of the output norm.

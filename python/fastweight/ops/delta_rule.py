@@ -32,8 +32,8 @@ def chunk_delta_rule(
     """The delta rule over whole sequences.
 
     Args:
-        q, k: `[B, T, H, K]`, fp32, bf16, fp16 or fp64 (slow), one type for q, k and v. K is at most 256.
-        v: `[B, T, H, V]`.
+        q, k: `[B, T, H, K]`, fp32, bf16, fp16 or, on the CPU, fp64 (slow); one type for q, k and v. K is at most 256.
+        v: `[B, T, H, V]`; V is at most 256.
         beta: `[B, T, H]`, the step size; any floating type.
         scale: factor of the output; None: `K ** -0.5`.
         initial_state: `[N, H, K, V]`; None: zeros.
@@ -41,7 +41,8 @@ def chunk_delta_rule(
         use_qk_l2norm_in_kernel: q and k become `x / sqrt(sum(x * x) + 1e-6)`.
         cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
         cu_seqlens_cpu: accepted and not needed.
-        chunk_size: 16, 32 or 64. Changes nothing but where a sequence may be cut without changing a bit.
+        chunk_size: 16, 32 or 64: where a sequence may be cut without changing a bit. On CUDA 16-bit problems are
+            computed in 64 rows per chunk, so that smaller chunks cost more there.
         head_first: no longer exists.
 
     Returns:
@@ -124,8 +125,10 @@ def delta_rule_step(
             or a raw value with `use_gate_in_kernel`.
         beta: `[B, T, HV]` or `[B, T, HV, V]`; None: 1.
         scale: factor of the output; None: `K ** -0.5`.
-        state_indices: `[N]` int32 or int64, the slot of each sequence, no slot twice; -1 skips a sequence: no state
-            changes and its o is 0. None: sequence n has slot n, and `slots` is N.
+        state_indices: `[N]` int32 or int64, the slot of each sequence; -1 skips a sequence: no state changes and its o
+            is 0. No slot twice: on the CPU that is a ValueError; on CUDA, where the contents are not read back, it is
+            the caller's promise, and a slot that two sequences write at once is undefined. None: sequence n has slot
+            n, and `slots` is N.
         lower_bound: KDA's gate with a lower bound, see `chunk_kda`.
         cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
 

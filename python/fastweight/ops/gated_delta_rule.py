@@ -45,8 +45,9 @@ def chunk_gated_delta_rule(
     """The gated delta rule over whole sequences.
 
     Args:
-        q, k: `[B, T, H, K]`, fp32, bf16, fp16 or fp64 (slow), one type for q, k and v. K is at most 256.
-        v: `[B, T, HV, V]`, HV a multiple of H: value head h reads query and key head `h // (HV // H)`.
+        q, k: `[B, T, H, K]`, fp32, bf16, fp16 or, on the CPU, fp64 (slow); one type for q, k and v. K is at most 256.
+        v: `[B, T, HV, V]`, HV a multiple of H: value head h reads query and key head `h // (HV // H)`. V is at most
+            256.
         g: `[B, T, HV]`, the logarithm of the decay; any floating type. With `use_gate_in_kernel` a raw value x:
             the decay's logarithm is then `-exp(A_log) * softplus(x + dt_bias)`.
         beta: `[B, T, HV]`, the step size; any floating type. With `use_beta_sigmoid_in_kernel` its logit.
@@ -62,7 +63,8 @@ def chunk_gated_delta_rule(
         cp_context: context parallelism, not supported.
         use_gate_in_kernel: see g.
         A_log, dt_bias: `[HV]`, with `use_gate_in_kernel`; dt_bias may be None.
-        chunk_size: 16, 32 or 64. Changes nothing but where a sequence may be cut without changing a bit.
+        chunk_size: 16, 32 or 64: where a sequence may be cut without changing a bit. On CUDA 16-bit problems are
+            computed in 64 rows per chunk, so that smaller chunks cost more there.
         transpose_state_layout: the old name of `state_v_first`.
         head_first: no longer exists.
 

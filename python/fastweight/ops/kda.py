@@ -48,8 +48,9 @@ def chunk_kda(
     """KDA over whole sequences.
 
     Args:
-        q, k: `[B, T, H, K]`, fp32, bf16, fp16 or fp64 (slow), one type for q, k and v. K is at most 256.
-        v: `[B, T, HV, V]`, HV a multiple of H: value head h reads query and key head `h // (HV // H)`.
+        q, k: `[B, T, H, K]`, fp32, bf16, fp16 or, on the CPU, fp64 (slow); one type for q, k and v. K is at most 256.
+        v: `[B, T, HV, V]`, HV a multiple of H: value head h reads query and key head `h // (HV // H)`. V is at most
+            256.
         g: `[B, T, HV, K]`, the logarithm of the decay; any floating type. With `use_gate_in_kernel` a raw value x: the
             decay's logarithm is then `-exp(A_log) * softplus(x + dt_bias)`, or with a lower bound
             `lower_bound * sigmoid(exp(A_log) * (x + dt_bias))`.
@@ -61,7 +62,8 @@ def chunk_kda(
         use_gate_in_kernel: see g.
         use_beta_sigmoid_in_kernel: `beta = sigmoid(beta)`.
         allow_neg_eigval: with `use_beta_sigmoid_in_kernel`, `beta = 2 * sigmoid(beta)`.
-        safe_gate: a promise that `g >= -5`. With `use_gate_in_kernel` a lower bound in [-5, 0) has to keep it.
+        safe_gate: a promise that `g >= -5`. With `use_gate_in_kernel` a lower bound in [-5, 0) has to keep it. No
+            kernel needs it: results are the same with and without.
         lower_bound: below 0, with `use_gate_in_kernel`; A_log may then be None, and the factor exp(A_log) is 1.
         disable_recompute: keep the fp32 states at the start of every chunk for the backward: more memory, less work.
         return_intermediate_states: also return these states, in the type of k; only without gradient recording.
@@ -71,7 +73,8 @@ def chunk_kda(
         cp_context: context parallelism, not supported.
         A_log: `[HV]`, with `use_gate_in_kernel`.
         dt_bias: `[HV * K]` or `[HV, K]`, with `use_gate_in_kernel`; None: zeros.
-        chunk_size: 32 or 64: where intermediate states stand and a sequence may be cut without changing a bit.
+        chunk_size: 32 or 64: where intermediate states stand and a sequence may be cut without changing a bit. On CUDA
+            16-bit problems are computed in 64 rows per chunk, so that 32 costs more there.
         transpose_state_layout: the old name of `state_v_first`.
 
     Returns:

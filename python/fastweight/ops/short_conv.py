@@ -30,7 +30,7 @@ def causal_conv1d(
     """The short convolution over whole sequences, with gradients.
 
     Args:
-        x: `[B, T, D]`, fp32, bf16, fp16 or fp64 (slow).
+        x: `[B, T, D]`, fp32, bf16, fp16 or, on the CPU, fp64 (slow).
         weight: `[D, W]`, W from 1 to 16; any floating type, as all that follows. Its last column meets the current
             token.
         bias: `[D]`; None: zeros.
@@ -69,8 +69,10 @@ def causal_conv1d_update(
         cache: `[slots, D, W]` in the type of x or fp32, read and written.
         weight: `[D, W]`.
         cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
-        state_indices: `[N]` int32 or int64, the slot of each sequence, no slot twice; -1 skips a sequence: no state
-            changes and its y is 0. None: sequence n has slot n, and `slots` is N.
+        state_indices: `[N]` int32 or int64, the slot of each sequence; -1 skips a sequence: no state changes and its y
+            is 0. No slot twice: on the CPU that is a ValueError; on CUDA, where the contents are not read back, it is
+            the caller's promise, and a slot that two sequences write at once is undefined. None: sequence n has slot
+            n, and `slots` is N.
 
     The other arguments are those of `causal_conv1d`.
 

@@ -32,7 +32,7 @@ def chunk_ttt_linear(
     """TTT-Linear over whole sequences.
 
     Args:
-        q, k, v: `[B, T, H, D]`, fp32, bf16, fp16 or fp64 (slow), one type. D is at most 128.
+        q, k, v: `[B, T, H, D]`, fp32, bf16, fp16 or, on the CPU, fp64 (slow); one type. D is at most 128.
         w, b: `[H, D]`, weight and bias of the layer norm inside and of the one around the output.
         eta: `[B, T, H, 1]` or `[B, T, H]`, the step size of each token, or one number for all.
         scale: factor of the queries, above 0; None: `D ** -0.5`.
@@ -125,8 +125,10 @@ def ttt_linear_step(
         gradient: `[slots, H, D, D]` fp32, the sum of `k^T n` over the tokens of the open mini-batch.
         gradient_bias: `[slots, H, 1, D]` fp32, the sum of `n`.
         position: `[slots]` int32, how many tokens these are.
-        state_indices: `[N]` int32 or int64, the slot of each sequence, no slot twice; -1 skips a sequence: nothing of
-            it changes and its o is 0. None: sequence n has slot n, and `slots` is N.
+        state_indices: `[N]` int32 or int64, the slot of each sequence; -1 skips a sequence: nothing of it changes and
+            its o is 0. No slot twice: on the CPU that is a ValueError; on CUDA, where the contents are not read back,
+            it is the caller's promise, and a slot that two sequences write at once is undefined. None: sequence n has
+            slot n, and `slots` is N.
 
     The other arguments are those of `chunk_ttt_linear`.
 
