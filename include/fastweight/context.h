@@ -25,8 +25,9 @@ struct Context {
   void* stream = nullptr;  // CUDA: the cudaStream_t to run on
   int num_threads = 0;     // CPU: 0 takes every core of the process
   WorkspaceSource workspace{};
-  // Empty: choose. An implementation by its name: run it or fail. A form, such as "chunk" where a device has chunk_16bit
-  // and chunk_fp32: the first implementation of that form that takes the problem, or fail with the reason of each.
+  // Empty: choose. An implementation by its name: run it or fail. A form, such as "chunk" where a device has
+  // chunk_16bit and chunk_fp32: the first implementation of that form that takes the problem, or fail with the reason
+  // of each.
   std::string implementation{};
   bool verbose = false;                                 // one line per call: what ran, why others did not
   void (*log)(void* user, const char* line) = nullptr;  // receives the verbose lines; null: stderr

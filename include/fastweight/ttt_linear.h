@@ -86,10 +86,10 @@ struct TttLinearBackward {
 // All five have one entry per slot and are read and written; slots = N without state_indices, and with them the slots
 // that are not named are left alone, whatever they hold. Floating ones are fp32.
 //
-// On CUDA the contents of state_indices, position and cu_seqlens stay on the device: slots that do not exist are skipped
-// like -1, positions are clamped to 0 .. C - 1 and offsets to the tokens that exist. That no two sequences name one slot
-// is checked on the CPU, and on CUDA the caller's promise: they would write the same slot at once, and what it then
-// holds is undefined.
+// On CUDA the contents of state_indices, position and cu_seqlens stay on the device: slots that do not exist are
+// skipped like -1, positions are clamped to 0 .. C - 1 and offsets to the tokens that exist. That no two sequences name
+// one slot is checked on the CPU, and on CUDA the caller's promise: they would write the same slot at once, and what it
+// then holds is undefined.
 struct TttLinearStep {
   TttLinearInputs in;
   TttLinearOptions options;
