@@ -185,6 +185,17 @@ TEST(CudaTttLinear, ShapesOfTheChunkForm) {
   }
 }
 
+TEST(CudaTttLinear, ChunkIsTheEntryForTheMiniBatch) {
+  for (const std::string name : {"chunk_chain", "chunk_tiles"}) {
+    const TttLinearCase problem = draw(for_forward(name, bf16_spec(20, 16, 1)), 14);
+    for (const char* asked : {"chunk", ""}) {
+      EXPECT_EQ(support::forward(problem, context_for(asked)).implementation, name) << asked;
+    }
+  }
+  expect_refused(ErrorCode::kUnsupported, "no chunk takes this problem: chunk_chain: q, k and v must be bf16 or fp16",
+                 [] { support::forward(draw(spec_of(20, 16), 14), context_for("chunk")); });
+}
+
 TEST(CudaTttLinear, WhatTheChunkFormsDecline) {
   const auto expect_declined = [](const std::string& name, const TttLinearSpec& spec, const std::string& reason) {
     expect_refused(ErrorCode::kUnsupported, name + ": " + reason,
