@@ -11,7 +11,7 @@
 
 #include "fastweight/info.h"
 #include "tests/cuda/testing.h"
-#include "tests/delta_rule/cases.h"
+#include "tests/delta_rule/grid.h"
 
 namespace fastweight::test {
 namespace {
@@ -85,7 +85,7 @@ TEST_P(CudaDeltaRule, GraphReplaysWithOtherLengths) {
   for (DType dtype : kTypes) {
     DeltaRuleSpec one = with_lengths(with_heads(spec(0, 64, 32, dtype), 2, 2), {100, 100, 50, 50});
     const DeltaRuleCase problem = draw(one, 1);
-    for (const std::string& name : implementations("forward")) {
+    for (const std::string& name : implementations(Mode::kForward)) {
       ForwardOnDevice call(problem);
       const DeviceStream stream;
       Context context = context_for(name);
@@ -125,7 +125,7 @@ TEST_P(CudaDeltaRule, StepInAGraph) {
   DeltaRuleSpec one = with_heads(spec(1, 128, 128), 2, 2);
   one.B = 3;
   const DeltaRuleCase problem = draw(one, 2);
-  for (const std::string& name : implementations("step")) {
+  for (const std::string& name : implementations(Mode::kStep)) {
     DeltaRuleCase eager = problem;
     DeltaRuleResults expected;
     for (int i = 0; i < kReplays; ++i) {
@@ -267,14 +267,14 @@ TEST_P(CudaDeltaRule, ThousandsOfSequences) {
     lengths.push_back(dice.chance(30) ? 0 : dice.chance(5) ? dice.between(17, 40) : dice.between(1, 4));
   DeltaRuleSpec one = with_lengths(with_heads(spec(0, 12, 8), 1, 1), lengths);
   one.options.chunk_size = 16;
-  check_forward(draw(one, 5), true);
-  check_step(draw(one, 6));
+  check(Mode::kForward, draw(one, 5));
+  check(Mode::kStep, draw(one, 6));
 }
 
 TEST_P(CudaDeltaRule, ManyBatchesAndHeads) {
   DeltaRuleSpec one = with_heads(spec(1, 16, 8), 40, 2);
   one.B = reduced() ? 60 : 900;
-  check_step(draw(one, 7));
+  check(Mode::kStep, draw(one, 7));
 }
 
 // Along two of its dimensions a grid ends at 65535 blocks.
@@ -284,8 +284,8 @@ TEST_P(CudaDeltaRule, MoreThan65535SequencesOrHeads) {
     for (int64_t T : {1, 2}) {  // a step of one token has a kernel of its own
       DeltaRuleSpec one = with_heads(spec(T, 4, 4), H, 1);
       one.B = B;
-      check_step(draw(one, 17));
-      check_forward(draw(one, 18), true);
+      check(Mode::kStep, draw(one, 17));
+      check(Mode::kForward, draw(one, 18));
     }
   }
 }
@@ -305,7 +305,7 @@ TEST_P(CudaDeltaRule, MalformedOffsetsStayInside) {
       Tensor o(one.dtype, problem.v.shape()), chunk_states(DType::kF32, {1, 3, one.HV, one.K, one.V});
       args.o = o.view();
       args.chunk_states = chunk_states.view();
-      for (const std::string& name : implementations("forward")) {
+      for (const std::string& name : implementations(Mode::kForward)) {
         EXPECT_NO_THROW(support::run(context_for(name), args)) << name;
       }
     }
@@ -318,7 +318,7 @@ TEST_P(CudaDeltaRule, SlotsThatDoNotExistAreSkipped) {
     one.B = 4;
     const DeltaRuleCase problem = draw(one, 10);
     const Tensor indices(DType::kI32, {4}, std::vector<double>{3, 4, -7, 0});
-    for (const std::string& name : implementations("step")) {
+    for (const std::string& name : implementations(Mode::kStep)) {
       Tensor state = problem.initial_state, o(DType::kF32, problem.v.shape());
       o.fill(kNaN);
       DeltaRuleStep args;
