@@ -1,24 +1,25 @@
 # Shortcuts over CMake's presets; `cmake --preset release` and friends work without this file.
 
-.PHONY: demo build test format setup clean
+.PHONY: demo build test format clean
+.NOTPARALLEL:  # prerequisites in the order in which they stand
 
-demo: build
+demo: setup-demo build
 	build/release/bin/fastweight check
 	build/release/bin/fastweight bench --quick
 	tools/python.sh demo
 
-build: setup
-	cmake --preset release
+build: setup-build
+	cmake --preset release -DFASTWEIGHT_BUILD_TESTS=OFF
 	cmake --build --preset release
 
-test: setup
+test: setup-test
 	tools/test.sh
 
-format: setup
+format: setup-test
 	tools/format.sh
 
-setup:
-	@tools/setup.sh
+setup-%:
+	@tools/setup.sh $*
 
 clean:
 	rm -rf build

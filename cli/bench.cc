@@ -112,6 +112,11 @@ bool known(const std::vector<std::string>& names, const std::string& name) {
   return std::ranges::find(names, name) != names.end();
 }
 
+// An implementation, or a form of some: "chunk" for "chunk_16bit", "chunk_fp32".
+bool stands_for_any(const std::string& name, const std::vector<std::string>& names) {
+  return std::ranges::any_of(names, [&](const std::string& one) { return one == name || one.starts_with(name + "_"); });
+}
+
 // Of one operator and mode. Unless named, the reference is left out: it is there to be right, not to be fast.
 std::vector<std::string> choose_implementations(Op op, Mode mode, Device device,
                                                 const std::vector<std::string>& named) {
@@ -125,7 +130,7 @@ std::vector<std::string> choose_implementations(Op op, Mode mode, Device device,
     return chosen;
   }
   for (const std::string& name : named) {
-    if (known(all, name) || (name == kAutomatic && !all.empty())) chosen.push_back(name);
+    if (stands_for_any(name, all) || (name == kAutomatic && !all.empty())) chosen.push_back(name);
   }
   return chosen;
 }
@@ -140,7 +145,8 @@ void check_implementation_names(Device device, const std::vector<std::string>& n
     }
   }
   for (const std::string& name : named) {
-    if (!known(all, name)) throw UsageError("--impl: expected one of " + join(all, ", ") + ", got '" + name + "'");
+    if (!stands_for_any(name, all))
+      throw UsageError("--impl: expected one of " + join(all, ", ") + ", got '" + name + "'");
   }
 }
 

@@ -31,7 +31,7 @@ cudaError_t launch_kernel(const cudaLaunchConfig_t* config, void (*kernel)(Param
     grid.overlaps = config->attrs[i].val.programmaticStreamSerializationAllowed != 0;
   }
   std::tuple<std::remove_const_t<Parameters>...> values(args...);
-  return enqueue(config->stream, grid, [=] { std::apply(kernel, values); });
+  return enqueue(config->stream, reinterpret_cast<const void*>(kernel), grid, [=] { std::apply(kernel, values); });
 }
 
 struct Shuffle {

@@ -81,6 +81,17 @@ bool is_device_memory(const void* pointer) {
   return p < after->first + after->second.bytes;
 }
 
+// Kernels -----------------------------------------------------------------------------------------------------------
+
+std::mutex kernel_mutex;
+std::map<const void*, size_t> allowed;  // dynamic shared memory, of kernels that asked for more than is free to all
+
+size_t allowed_shared_memory(const void* kernel) {
+  const std::lock_guard lock(kernel_mutex);
+  const auto found = allowed.find(kernel);
+  return found == allowed.end() ? 48 * 1024 : found->second;
+}
+
 // Streams and graphs ------------------------------------------------------------------------------------------------
 
 using Work = std::function<void()>;
@@ -105,12 +116,14 @@ using Clock = std::chrono::steady_clock;
 
 }  // namespace
 
-cudaError_t enqueue(cudaStream_t stream, const Grid& grid, std::function<void()> body) {
+cudaError_t enqueue(cudaStream_t stream, const void* kernel, const Grid& grid, std::function<void()> body) {
   const auto& b = grid.blocks;
   if (b.x == 0 || b.y == 0 || b.z == 0 || b.x > 0x7fffffffu || b.y > 65535 || b.z > 65535) {
     return remember(cudaErrorInvalidConfiguration);
   }
-  if (grid.shared_bytes > static_cast<size_t>(shared_limit())) return remember(cudaErrorInvalidValue);
+  if (grid.shared_bytes > static_cast<size_t>(shared_limit()) || grid.shared_bytes > allowed_shared_memory(kernel)) {
+    return remember(cudaErrorInvalidValue);
+  }
   enqueue_work(stream, [grid, body = std::move(body)] { run(grid, body); });
   return cudaSuccess;
 }
@@ -168,13 +181,19 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
       return remember(cudaErrorInvalidValue);
   }
 }
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
   *attributes = {};
+  attributes->maxDynamicSharedSizeBytes = static_cast<int>(allowed_shared_memory(kernel));
   attributes->ptxVersion = attributes->binaryVersion = 90;
   return cudaSuccess;
 }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int value) {
-  return value <= shared_limit() ? cudaSuccess : remember(cudaErrorInvalidValue);
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > shared_limit()) {
+    return remember(cudaErrorInvalidValue);
+  }
+  const std::lock_guard lock(kernel_mutex);
+  allowed[kernel] = static_cast<size_t>(value);
+  return cudaSuccess;
 }
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) { return allocate(pointer, bytes); }

@@ -10,6 +10,7 @@
 
 namespace emulator {
 
-cudaError_t enqueue(cudaStream_t stream, const Grid& grid, std::function<void()> body);
+// `kernel` is the function, whose limit of shared memory counts.
+cudaError_t enqueue(cudaStream_t stream, const void* kernel, const Grid& grid, std::function<void()> body);
 
 }  // namespace emulator

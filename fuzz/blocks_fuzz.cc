@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "fastweight/c_api.h"
+#include "core/blocks_fields.h"
 #include "fuzz/hostile_call.h"
 
 namespace fastweight::fuzz {
@@ -73,8 +73,10 @@ class BlockCall : public HostileCall {
   void drop_inputs() override { cumsum_.struct_size = kkt_.struct_size = solve_.struct_size = wy_.struct_size = 7; }
   void drop_options() override { dkkt_.struct_size = dsolve_.struct_size = dwy_.struct_size = norm_.struct_size = 7; }
   void spoil_options() override {
-    cumsum_.chunk_size = gate_.chunk_size = dgate_.chunk_size = static_cast<int32_t>(hostile_integer());
-    norm_.eps = gate_.lower_bound = dgate_.lower_bound = hostile_number();
+    spoil_any_option<ChunkLocalCumsum>(cumsum_);
+    spoil_any_option<L2NormForward>(norm_);
+    spoil_any_option<GateActivationOptions>(gate_);
+    spoil_any_option<GateActivationOptions>(dgate_);
   }
 
   std::vector<int64_t> matrix_shape() const { return {B_, T_, HV_, C_}; }
@@ -103,13 +105,6 @@ class BlockCall : public HostileCall {
     if (flag()) add(args.gamma, false, floating(), gate_shape());
     add_offsets(args.cu_seqlens);
   }
-  template <class Args>
-  void add_key_gradients(Args& gradients) {
-    add_gradient(gradients.dk, gradients.k);
-    add_gradient(gradients.dbeta, gradients.beta);
-    add_gradient(gradients.dgamma, gradients.gamma);
-  }
-
   void draw_kkt_forward() {
     fw_scaled_dot_kkt_forward_args_init(&kkt_);
     draw_keys(kkt_);
@@ -119,7 +114,7 @@ class BlockCall : public HostileCall {
     fw_scaled_dot_kkt_backward_args_init(&dkkt_);
     draw_keys(dkkt_);
     add(dkkt_.da, false, floating(), matrix_shape());
-    add_key_gradients(dkkt_);
+    add_gradients<ScaledDotKktBackward>(dkkt_, dkkt_, dtype_);
   }
 
   void draw_solve_forward() {
@@ -153,8 +148,7 @@ class BlockCall : public HostileCall {
     draw_wy_inputs(dwy_);
     if (flag()) add(dwy_.dw, false, floating(), {B_, T_, HV_, K_});
     if (flag()) add(dwy_.du, false, floating(), {B_, T_, HV_, V_});
-    add_key_gradients(dwy_);
-    add_gradient(dwy_.dv, dwy_.v);
+    add_gradients<WyBackward>(dwy_, dwy_, dtype_);
     if (flag()) add(dwy_.da, true, wide(), matrix_shape());
   }
 
@@ -190,9 +184,7 @@ class BlockCall : public HostileCall {
     fw_gate_activation_backward_args_init(&dgate_);
     draw_gate_inputs(dgate_);
     add(dgate_.dg, false, floating(), gate_shape());
-    add_gradient(dgate_.dx, dgate_.x);
-    add_gradient(dgate_.da_log, dgate_.a_log);
-    add_gradient(dgate_.ddt_bias, dgate_.dt_bias);
+    add_gradients<GateActivationBackward>(dgate_, dgate_, dtype_);
   }
 
   Block block_;

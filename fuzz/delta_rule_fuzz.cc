@@ -1,7 +1,7 @@
 // Hostile calls of the delta-rule family.
 #include <cstdint>
 
-#include "fastweight/c_api.h"
+#include "core/delta_rule_fields.h"
 #include "fuzz/recurrence_call.h"
 
 namespace fastweight::fuzz {
@@ -63,10 +63,7 @@ class DeltaRuleCall : public RecurrenceCall {
     if (mode_ == kForward) {
       add_results(forward_);
     } else if (mode_ == kBackward) {
-      add_common_gradients(backward_, inputs_);
-      add_gradient(backward_.dbeta, inputs_.beta);
-      add_gradient(backward_.da_log, inputs_.a_log);
-      add_gradient(backward_.ddt_bias, inputs_.dt_bias);
+      add_backward<DeltaRuleBackward>(backward_, inputs_);
     } else {
       const bool indexed = flag();
       const int32_t dtype = flag() ? static_cast<int32_t>(FW_BF16) : state_dtype();
@@ -76,15 +73,7 @@ class DeltaRuleCall : public RecurrenceCall {
     }
   }
 
-  void spoil_options() override {
-    if (data_.ConsumeIntegralInRange(0, 5) == 0) {
-      options_.lower_bound = hostile_number();
-      return;
-    }
-    spoil_common(options_,
-                 {&options_.gate, &options_.chunk_size, &options_.state_v_first, &options_.qk_l2norm,
-                  &options_.beta_sigmoid, &options_.allow_neg_eigval, &options_.safe_gate, &options_.gate_in_kernel});
-  }
+  void spoil_options() override { spoil_any_option<DeltaRuleOptions>(options_); }
 
   fw_delta_rule_options options_;
   fw_delta_rule_inputs inputs_;

@@ -12,8 +12,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
+#include "core/fields.h"
 #include "fastweight/c_api.h"
 
 namespace fastweight::fuzz {
@@ -127,9 +130,35 @@ class HostileCall {
   }
 
   // Most of the time, where the input is there.
-  void add_gradient(fw_tensor& gradient, const fw_tensor& input) {
+  void add_gradient(fw_tensor& gradient, const fw_tensor& input, int32_t dtype) {
     if (input.rank == 0 || rarely()) return;
-    add(gradient, true, or_fp32(input.dtype), std::vector<int64_t>(input.shape, input.shape + input.rank));
+    add(gradient, true, dtype, std::vector<int64_t>(input.shape, input.shape + input.rank));
+  }
+
+  // All gradients of a family's backward; those of states have the type of states.
+  template <class Backward, class CBackward, class CInputs>
+  void add_gradients(CBackward& backward, const CInputs& inputs, int32_t state_dtype) {
+    using Inputs = decltype(Backward::in);
+    for (const auto& row : kTensors<Backward, CBackward>) {
+      if (row.gradient_of == nullptr) continue;
+      const fw_tensor& input = inputs.*input_row<Inputs, CInputs>(row.gradient_of)->view;
+      add_gradient(backward.*row.view, input, row.use == Use::kWritesState ? state_dtype : or_fp32(input.dtype));
+    }
+  }
+
+  // Any of the options, or the size of their struct.
+  template <class Options, class COptions>
+  void spoil_any_option(COptions& options) {
+    const auto& rows = kOptions<Options, COptions>;
+    size_t chosen = data_.ConsumeIntegralInRange<size_t>(0, std::tuple_size_v<std::remove_cvref_t<decltype(rows)>>);
+    if (chosen-- == 0) {
+      options.struct_size = data_.ConsumeIntegral<size_t>();
+      return;
+    }
+    const auto spoil_if_chosen = [&](auto& value) {
+      if (chosen-- == 0) spoil_option(value);
+    };
+    std::apply([&](const auto&... row) { (spoil_if_chosen(options.*row.value), ...); }, rows);
   }
 
   // For N + 2 slots.
@@ -143,6 +172,9 @@ class HostileCall {
     return data_.PickValueInArray<int64_t>(
         {-1, 0, 1, 2, 3, 5, 16, 257, INT32_MAX, int64_t{1} << 40, INT64_MAX / 2, INT64_MAX, INT64_MIN});
   }
+
+  void spoil_option(int32_t& value) { value = static_cast<int32_t>(hostile_integer()); }
+  void spoil_option(double& value) { value = hostile_number(); }
 
   double hostile_number() {
     return data_.PickValueInArray({0.0, -0.5, -5.0, -6.0, 1.0, static_cast<double>(NAN), static_cast<double>(-INFINITY),

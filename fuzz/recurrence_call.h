@@ -31,21 +31,6 @@ class RecurrenceCall : public HostileCall {
     if (flag()) options.scale = data_.PickValueInArray({0.0, 0.5, -1.0, 1e300});
   }
 
-  template <class Options>
-  void spoil_common(Options& options, const std::vector<int32_t*>& fields) {
-    switch (data_.ConsumeIntegralInRange(0, 4)) {
-      case 0:
-        options.scale = hostile_number();
-        break;
-      case 1:
-        options.struct_size = data_.ConsumeIntegral<size_t>();
-        break;
-      default:
-        *fields[data_.ConsumeIntegralInRange<size_t>(0, fields.size() - 1)] = static_cast<int32_t>(hostile_integer());
-        break;
-    }
-  }
-
   // q, k, v, the offsets and the initial state; sets dtype_.
   template <class Inputs>
   void add_common(Inputs& inputs) {
@@ -69,17 +54,13 @@ class RecurrenceCall : public HostileCall {
     if (flag()) add(forward.chunk_states, true, or_fp32(dtype_), chunk_states_shape());
   }
 
-  // What every backward reads and writes.
-  template <class Args, class Inputs>
-  void add_common_gradients(Args& backward, const Inputs& inputs) {
+  // What every backward reads, and its gradients.
+  template <class Backward, class Args, class Inputs>
+  void add_backward(Args& backward, const Inputs& inputs) {
     if (flag()) add(backward.d_o, false, or_fp32(dtype_), value_shape());
     if (flag()) add(backward.d_final_state, false, floating(), state_shape(N_));
     if (flag()) add(backward.chunk_states, false, state_dtype(), chunk_states_shape());
-    add_gradient(backward.dq, inputs.q);
-    add_gradient(backward.dk, inputs.k);
-    add_gradient(backward.dv, inputs.v);
-    add_gradient(backward.dg, inputs.g);
-    if (inputs.initial_state.rank > 0) add(backward.d_initial_state, true, state_dtype(), state_shape(N_));
+    add_gradients<Backward>(backward, inputs, state_dtype());
   }
 
   int32_t state_dtype() { return dtype_ == FW_F64 ? or_fp32(FW_F64) : static_cast<int32_t>(FW_F32); }

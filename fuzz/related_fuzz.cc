@@ -2,13 +2,15 @@
 #include <cstdint>
 #include <vector>
 
-#include "fastweight/c_api.h"
+#include "core/related_fields.h"
 #include "fuzz/recurrence_call.h"
 
 namespace fastweight::fuzz {
 namespace {
 
 struct Gla {
+  using Options = GlaOptions;
+  using Backward = GlaBackward;
   static constexpr auto kForwardEntry = fw_gla_forward;
   static constexpr auto kBackwardEntry = fw_gla_backward;
 
@@ -26,6 +28,8 @@ struct Gla {
 };
 
 struct Comba {
+  using Options = CombaOptions;
+  using Backward = CombaBackward;
   static constexpr auto kForwardEntry = fw_comba_forward;
   static constexpr auto kBackwardEntry = fw_comba_backward;
 
@@ -43,6 +47,8 @@ struct Comba {
 };
 
 struct Dplr {
+  using Options = DplrOptions;
+  using Backward = DplrBackward;
   static constexpr auto kForwardEntry = fw_dplr_forward;
   static constexpr auto kBackwardEntry = fw_dplr_backward;
 
@@ -74,8 +80,7 @@ class RelatedCall : public RecurrenceCall {
     if (mode_ == kForward) {
       add_results(family_.forward);
     } else {
-      add_common_gradients(family_.backward, family_.inputs);
-      add_own_gradients(family_);
+      add_backward<typename Family::Backward>(family_.backward, family_.inputs);
     }
     spoil_and_allocate();
   }
@@ -87,13 +92,7 @@ class RelatedCall : public RecurrenceCall {
   }
   void drop_inputs() override { family_.forward.inputs = family_.backward.inputs = nullptr; }
   void drop_options() override { family_.forward.options = family_.backward.options = nullptr; }
-  void spoil_options() override {
-    auto& options = family_.options;
-    std::vector<int32_t*> fields = {&options.chunk_size, &options.state_v_first};
-    if constexpr (requires { options.gate; }) fields.push_back(&options.gate);
-    if constexpr (requires { options.qk_l2norm; }) fields.push_back(&options.qk_l2norm);
-    spoil_common(options, fields);
-  }
+  void spoil_options() override { spoil_any_option<typename Family::Options>(family_.options); }
 
   void add_own_inputs(Gla& gla) {
     gla.options.gate = data_.ConsumeIntegralInRange(0, 2);
@@ -103,7 +102,6 @@ class RelatedCall : public RecurrenceCall {
       add_gate(gla.inputs.g, gla.options.gate);
     }
   }
-  void add_own_gradients(Gla&) {}
 
   void add_own_inputs(Comba& comba) {
     comba.options.qk_l2norm = flag();
@@ -111,20 +109,12 @@ class RelatedCall : public RecurrenceCall {
     add_gate(comba.inputs.g, FW_GATE_PER_HEAD);
     if (flag()) add(comba.inputs.beta, false, floating(), {B_, T_, H_});
   }
-  void add_own_gradients(Comba& comba) {
-    add_gradient(comba.backward.dp, comba.inputs.p);
-    add_gradient(comba.backward.dbeta, comba.inputs.beta);
-  }
 
   void add_own_inputs(Dplr& dplr) {
     dplr.options.gate = flag() ? FW_GATE_PER_CHANNEL : FW_GATE_NONE;
     add(dplr.inputs.a, false, dtype_, key_shape());
     add(dplr.inputs.b, false, dtype_, key_shape());
     add_gate(dplr.inputs.g, dplr.options.gate);
-  }
-  void add_own_gradients(Dplr& dplr) {
-    add_gradient(dplr.backward.da, dplr.inputs.a);
-    add_gradient(dplr.backward.db, dplr.inputs.b);
   }
 
   Family family_;

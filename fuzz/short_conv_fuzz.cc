@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "fastweight/c_api.h"
+#include "core/short_conv_fields.h"
 #include "fuzz/hostile_call.h"
 
 namespace fastweight::fuzz {
@@ -61,10 +61,7 @@ class ShortConvCall : public HostileCall {
   void draw_backward() {
     if (flag()) add(backward_.dy, false, or_fp32(dtype_), rows_shape());
     if (flag()) add(backward_.d_final_state, false, floating(), state_shape(N_));
-    add_gradient(backward_.dx, inputs_.x);
-    add_gradient(backward_.dw, inputs_.w);
-    add_gradient(backward_.dbias, inputs_.bias);
-    add_gradient(backward_.d_initial_state, inputs_.initial_state);
+    add_gradients<ShortConvBackward>(backward_, inputs_, dtype_);
   }
 
   void draw_step() {
@@ -75,13 +72,7 @@ class ShortConvCall : public HostileCall {
     add(step_.y, true, or_fp32(dtype_), rows_shape());
   }
 
-  void spoil_options() override {
-    if (flag()) {
-      options_.struct_size = data_.ConsumeIntegral<size_t>();
-    } else {
-      options_.activation = static_cast<int32_t>(hostile_integer());
-    }
-  }
+  void spoil_options() override { spoil_any_option<ShortConvOptions>(options_); }
 
   int64_t D_, W_;
   int32_t dtype_;

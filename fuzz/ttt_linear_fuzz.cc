@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "fastweight/c_api.h"
+#include "core/ttt_linear_fields.h"
 #include "fuzz/hostile_call.h"
 
 namespace fastweight::fuzz {
@@ -82,14 +82,7 @@ class TttLinearCall : public HostileCall {
     if (flag()) add(backward_.d_o, false, or_fp32(dtype_), rows_shape());
     if (flag()) add(backward_.d_final_state, false, floating(), state_shape(N_));
     if (flag()) add(backward_.d_final_state_bias, false, floating(), bias_shape(N_));
-    add_gradient(backward_.dq, inputs_.q);
-    add_gradient(backward_.dk, inputs_.k);
-    add_gradient(backward_.dv, inputs_.v);
-    add_gradient(backward_.dw, inputs_.w);
-    add_gradient(backward_.db, inputs_.b);
-    add_gradient(backward_.deta, inputs_.eta);
-    if (inputs_.initial_state.rank > 0) add(backward_.d_initial_state, true, state_dtype_, state_shape(N_));
-    if (inputs_.initial_state_bias.rank > 0) add(backward_.d_initial_state_bias, true, state_dtype_, bias_shape(N_));
+    add_gradients<TttLinearBackward>(backward_, inputs_, state_dtype_);
   }
 
   void draw_step() {
@@ -108,22 +101,7 @@ class TttLinearCall : public HostileCall {
     add(step_.o, true, or_fp32(dtype_), rows_shape());
   }
 
-  void spoil_options() override {
-    switch (data_.ConsumeIntegralInRange(0, 3)) {
-      case 0:
-        options_.scale = hostile_number();
-        break;
-      case 1:
-        options_.eps = hostile_number();
-        break;
-      case 2:
-        options_.struct_size = data_.ConsumeIntegral<size_t>();
-        break;
-      default:
-        options_.mini_batch = static_cast<int32_t>(hostile_integer());
-        break;
-    }
-  }
+  void spoil_options() override { spoil_any_option<TttLinearOptions>(options_); }
 
   int64_t H_, D_;
   int32_t dtype_, state_dtype_;

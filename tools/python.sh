@@ -50,7 +50,8 @@ case ${1:-} in
   test) "$fresh/bin/python" -m pytest -p no:cacheprovider -q "${@:2}" tests/python ;;
   demo)
     wheel FASTWEIGHT_CUDA=OFF
-    "$fresh/bin/python" examples/train_recall.py --output build/recall.png "${@:2}"
+    "$fresh/bin/python" tests/python/onednn.py \
+      "$fresh/bin/python" examples/train_recall.py --output build/recall.png "${@:2}"
     ;;
   *)
     sed -n '2,6s/^# //p' "$0" >&2

@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Installs the build and test dependencies that are missing, on Debian 12, Ubuntu 24.04 and newer.
+# Installs the packages that are missing, on Debian 12, Ubuntu 24.04 and newer.
+#   tools/setup.sh build    the library and the tool
+#   tools/setup.sh demo     the same and the Python package
+#   tools/setup.sh test     the same and all tests
 set -euo pipefail
 
 # Looks for what each package is needed for, so that copies from elsewhere count too.
@@ -8,17 +11,40 @@ has_program() { command -v "$1" >/dev/null; }
 missing=()
 need() { "${@:2}" >/dev/null 2>&1 || missing+=("$1"); }
 
-need g++ has_program g++
-need cmake has_program cmake
-need ninja-build has_program ninja
-need pkg-config has_program pkg-config
-need libhwy-dev has_file '/usr*/include/hwy/highway.h'
-need libgtest-dev has_file '/usr*/include/gtest/gtest.h'
-need nlohmann-json3-dev has_file '/usr*/include/nlohmann/json.hpp'
-need python3-venv python3 -c 'import ensurepip, venv'
-need clang-14 has_program clang++-14
-need libclang-rt-14-dev has_file '/usr/lib/llvm-14/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a'
-need clang-format-14 has_program clang-format-14
+for_build() {
+  need g++ has_program g++
+  need cmake has_program cmake
+  need ninja-build has_program ninja
+  need libhwy-dev has_file '/usr*/include/hwy/highway.h'
+  need nlohmann-json3-dev has_file '/usr*/include/nlohmann/json.hpp'
+}
+
+for_demo() {
+  for_build
+  need python3-venv python3 -c 'import ensurepip, venv'
+}
+
+for_test() {
+  for_demo
+  need pkg-config has_program pkg-config
+  need libgtest-dev has_file '/usr*/include/gtest/gtest.h'
+  # PyTorch's compiler, which some of the Python tests use, includes Python.h.
+  need python3-dev python3 -c 'import sysconfig; open(sysconfig.get_path("include") + "/Python.h")'
+  need clang has_program clang++
+  need libclang-rt-dev has_fuzzer
+  need clang-format-14 has_formatter
+}
+has_fuzzer() { has_file "$(clang++ -print-resource-dir)/lib/linux/libclang_rt.fuzzer-*.a"; }
+# Other versions lay out differently: where the system has no 14, the format check is skipped.
+has_formatter() { has_program clang-format-14 || ! apt-cache show clang-format-14; }
+
+case ${1:-} in
+  build | demo | test) "for_$1" ;;
+  *)
+    sed -n '3,5s/^# *//p' "$0" >&2
+    exit 2
+    ;;
+esac
 
 if [[ ${#missing[@]} -eq 0 ]]; then exit 0; fi
 
@@ -47,6 +73,8 @@ quietly_with_retries() {
   return 1
 }
 
-echo "setup: installing ${missing[*]}"
 quietly_with_retries apt-get update -qq || give_up "apt-get update failed"
+missing=()
+"for_$1"  # again: apt now knows what the system has
+echo "setup: installing ${missing[*]}"
 quietly_with_retries apt-get install -y -qq --no-install-recommends "${missing[@]}" || give_up "apt-get install failed"

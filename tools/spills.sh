@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Reads the register report of a CUDA build (preset cuda-check) and fails where a kernel spills more bytes than
-# tools/spills.txt allows it. Lines of that file: the kernel's name without its namespaces, then the bytes.
+# tools/spills.txt allows it. Lines of that file: the kernel's name within fastweight::cuda, then the bytes.
 #   tools/spills.sh BUILD_LOG
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -11,7 +11,7 @@ awk '/Compiling entry function/ { name = $0; sub(/.*function \x27/, "", name); s
        loads = $0;  sub(/ bytes spill loads.*/, "", loads);   sub(/.* /, "", loads)
        print name, stores + loads
      }' "$1" | c++filt |
-  sed -E 's/^void //; s/fastweight::([a-z0-9_]+::)*//g; s/\(anonymous namespace\):://g; s/\(DType\)//g; s/\(.*\) ([0-9]+)$/ \1/' |
+  sed -E 's/^void //; s/\(anonymous namespace\):://g; s/\(fastweight::DType\)//g; s/\(.*\) ([0-9]+)$/ \1/; s/^fastweight::cuda:://' |
   sort -u | awk -v allowed=spills.txt '
     BEGIN {
       while ((getline line < allowed) > 0) {

@@ -99,21 +99,27 @@ fuzz() {
   return $status
 }
 
-have_cuda() {
-  command -v nvcc >/dev/null && return
-  echo "no nvcc on this machine"
+# A step without its program counts as one that was skipped.
+have() {  # have PROGRAM
+  command -v "$1" >/dev/null && return
+  echo "no $1 on this machine"
   ((++skipped))
   return 1
 }
 
+format() {
+  have clang-format-14 || return 0
+  check tools/format.sh --check
+}
+
 emulated_cuda() {
-  have_cuda || return 0
+  have nvcc || return 0
   build_and_test cuda-emulated cuda_tests
 }
 
 # A kernel's register report is printed when it is compiled: always, as the emulator's build was here before.
 cuda() {
-  have_cuda || return 0
+  have nvcc || return 0
   check build cuda-check cuda_checks >build/cuda-check.log 2>&1 || { cat build/cuda-check.log; return 1; }
   check tools/spills.sh "$PWD/build/cuda-check.log" || return 1
   test_preset cuda-check
@@ -141,7 +147,8 @@ export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
 
 begin=$SECONDS
 tools/python.sh prepare >build/python-prepare.log 2>&1 &  # mostly downloads; its errors come again below
-step "format" check tools/format.sh --check
+step "format" format
+step "includes point one way" check tools/includes.sh
 step "release build, all tests" build_and_test release all
 step "CUDA kernels, emulated" emulated_cuda
 step "CUDA, compiled for one architecture, tests without a device" cuda

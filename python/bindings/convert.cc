@@ -160,23 +160,6 @@ void* ContextOf::allocate(void* self, size_t bytes) {
   }
 }
 
-namespace {
-
-Tensor gradient(const Gradients& gradients, int i, const TensorView& input, DType dtype, TensorView& destination) {
-  if (!(gradients.asked_for >> i & 1) || !input.present()) return {};
-  return dense_like(input, dtype, destination);
-}
-
-}  // namespace
-
-Tensor Gradients::operator()(int i, const TensorView& input, TensorView& destination) const {
-  return gradient(*this, i, input, input.dtype, destination);
-}
-
-Tensor Gradients::of_state(int i, const TensorView& input, TensorView& destination) const {
-  return gradient(*this, i, input, state_dtype(q), destination);
-}
-
 void rethrow(std::exception_ptr error) {
   try {
     std::rethrow_exception(error);

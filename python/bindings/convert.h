@@ -5,14 +5,17 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <exception>
 #include <initializer_list>
 #include <optional>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "core/fields.h"
 #include "fastweight/context.h"
 #include "fastweight/tensor.h"
 
@@ -21,7 +24,7 @@ namespace fastweight::bindings {
 // An operator of PyTorch: its schema, which begins with its name, and what it runs on every device. The library says
 // what it can do where.
 struct Operator {
-  const char* schema;
+  std::string schema;
   void (*kernel)(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
 };
 
@@ -31,6 +34,9 @@ std::span<const Operator> ttt_linear_operators();
 std::span<const Operator> short_conv_operators();
 std::span<const Operator> blocks_operators();
 std::span<const Operator> info_operators();
+
+// The names of the bits of the delta rule's options, from bit 2 on.
+std::vector<std::string> delta_rule_switches();
 
 // One reference to a tensor of PyTorch, or none. PyTorch's own wrapper shares its reference and asks PyTorch for one
 // property at a time, which a decoding step would notice.
@@ -130,14 +136,86 @@ class ContextOf {
   Context context_;
 };
 
-// The outputs of a backward: the gradient of input i, where there is one and bit i of `asked_for` is set. It has the
-// shape and type of its input; that of a state has the type of states.
-struct Gradients {
-  const TensorView& q;
-  int64_t asked_for;
+// ---- What follows from the tables of a family ---------------------------------------------------------------------
 
-  Tensor operator()(int i, const TensorView& input, TensorView& destination) const;
-  Tensor of_state(int i, const TensorView& input, TensorView& destination) const;
+// The tensors of a struct that are arguments of an operator: those that a call reads or updates, in the order of the
+// table. Those that it writes are results.
+constexpr bool is_argument(Use use) { return use == Use::kReads || use == Use::kMayRead || use == Use::kUpdates; }
+
+template <class Struct>
+class TensorArguments {
+ public:
+  explicit TensorArguments(Arguments& arguments) {
+    Tensor* next = tensors_.data();
+    for (const auto& row : kTensors<Struct>) {
+      if (is_argument(row.use)) *next++ = row.use == Use::kMayRead ? arguments.optional_tensor() : arguments.tensor();
+    }
+  }
+
+  void view_as(Struct& to) const {
+    const Tensor* next = tensors_.data();
+    for (const auto& row : kTensors<Struct>) {
+      if (is_argument(row.use)) to.*row.view = view(row.name, *next++);
+    }
+  }
+
+ private:
+  std::array<Tensor, kTensors<Struct>.size()> tensors_;
+};
+
+// Their part of a schema: "Tensor q, Tensor? g, ". What is updated has a letter: "Tensor(a!) state, ".
+template <class Struct>
+std::string argument_schema() {
+  std::string schema;
+  char letter = 'a';
+  for (const auto& row : kTensors<Struct>) {
+    if (row.use == Use::kReads) schema += "Tensor ";
+    if (row.use == Use::kMayRead) schema += "Tensor? ";
+    if (row.use == Use::kUpdates) schema += std::string("Tensor(") + letter++ + "!) ";
+    if (is_argument(row.use)) schema += std::string(row.name) + ", ";
+  }
+  return schema;
+}
+
+// The results: "Tensor o", or "(Tensor dq, Tensor dk)".
+template <class Struct>
+std::string result_schema() {
+  std::string schema;
+  int count = 0;
+  for (const auto& row : kTensors<Struct>) {
+    if (is_argument(row.use)) continue;
+    schema += (count++ == 0 ? "Tensor " : ", Tensor ") + std::string(row.name);
+  }
+  return count == 1 ? schema : "(" + schema + ")";
+}
+
+// The gradients that a backward returns, in the order of its table: of the inputs that are there, where bit i of
+// `asked_for` is set for input i. Each has the shape and type of its input; that of a state has the type of states.
+template <class Backward>
+class GradientResults {
+ public:
+  // `like` has the type of the problem.
+  GradientResults(Backward& args, const TensorView& like, int64_t asked_for) {
+    using Inputs = decltype(args.in);
+    Tensor* next = tensors_.data();
+    for (const auto& row : kTensors<Backward>) {
+      if (row.gradient_of == nullptr) continue;
+      const TensorField<Inputs>* input = input_row<Inputs>(row.gradient_of);
+      const TensorView& of = args.in.*input->view;
+      Tensor& tensor = *next++;
+      if (!(asked_for >> (input - kTensors<Inputs>.data()) & 1) || !of.present()) continue;
+      tensor = dense_like(of, row.use == Use::kWritesState ? state_dtype(like) : of.dtype, args.*row.view);
+    }
+  }
+
+  void give(StableIValue* stack) {
+    for (Tensor& tensor : tensors_) *stack++ = result(std::move(tensor));
+  }
+
+ private:
+  static constexpr auto kCount =
+      std::ranges::count_if(kTensors<Backward>, [](const auto& row) { return row.gradient_of != nullptr; });
+  std::array<Tensor, kCount> tensors_;
 };
 
 // Calls the library. Its errors arrive in Python as a RuntimeError whose text begins with the name of the class that

@@ -3,61 +3,27 @@
 #include "fastweight/delta_rule.h"
 
 #include "convert.h"
-
-// Inputs and Options below read these, in this order. Switches are bits of one number: PyTorch takes 0.2 us for every
-// argument that it converts, which adds up in a decoding step.
-#define FW_INPUTS                                                                                                  \
-  "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, " \
-  "Tensor? cu_seqlens"
-#define FW_OPTIONS "int options, float? scale, float? lower_bound"
-#define FW_FORWARD              \
-  "(" FW_INPUTS ", " FW_OPTIONS \
-  ", ScalarType? chunk_states_dtype, Tensor? cu_seqlens_cpu) -> (Tensor o, Tensor final_state, Tensor chunk_states)"
+#include "core/delta_rule_fields.h"
 
 namespace fastweight::bindings {
 namespace {
 
-// Of `options`; python/fastweight/_delta_rule.py has the same. The lowest two bits are the gate, those from
-// kChunkSizeShift on the chunk size.
-enum Bit : int64_t {
-  kStateVFirst = 1 << 2,
-  kQkL2Norm = 1 << 3,
-  kBetaSigmoid = 1 << 4,
-  kAllowNegEigval = 1 << 5,
-  kGateInKernel = 1 << 6,
-  kSafeGate = 1 << 7,
-  kTokenByToken = 1 << 8,
-  kOutputFinalState = 1 << 9,
-};
+// Switches are bits of one number: PyTorch takes 0.2 us for every argument that it converts, which adds up in a decoding
+// step. The lowest two bits are the gate, those from kChunkSizeShift on the chunk size. Between them stand the switches
+// among the options, in the order of their table, and two that Python alone has; delta_rule_switches() tells Python.
+constexpr const char* kOptionSchema = "int options, float? scale, float? lower_bound";
 constexpr int64_t kGateMask = 3;
+constexpr int kFirstSwitch = 2;
 constexpr int kChunkSizeShift = 16;
 
-struct Inputs {
-  explicit Inputs(Arguments& arguments)
-      : q(arguments.tensor()),
-        k(arguments.tensor()),
-        v(arguments.tensor()),
-        g(arguments.optional_tensor()),
-        beta(arguments.optional_tensor()),
-        a_log(arguments.optional_tensor()),
-        dt_bias(arguments.optional_tensor()),
-        initial_state(arguments.optional_tensor()),
-        cu_seqlens(arguments.optional_tensor()) {}
-
-  DeltaRuleInputs views() const {
-    return {view("q", q),
-            view("k", k),
-            view("v", v),
-            view("g", g),
-            view("beta", beta),
-            view("A_log", a_log),
-            view("dt_bias", dt_bias),
-            view("initial_state", initial_state),
-            view("cu_seqlens", cu_seqlens)};
-  }
-
-  Tensor q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens;
-};
+constexpr int kNumSwitches = [] {
+  int count = 0;
+  for_each_switch<DeltaRuleOptions>([&](const auto&) { ++count; });
+  return count;
+}();
+constexpr int64_t kTokenByToken = int64_t{1} << (kFirstSwitch + kNumSwitches);
+constexpr int64_t kOutputFinalState = kTokenByToken << 1;
+static_assert(kOutputFinalState < int64_t{1} << kChunkSizeShift);
 
 struct Options {
   explicit Options(Arguments& arguments)
@@ -68,15 +34,11 @@ struct Options {
   DeltaRuleOptions resolved() const {
     DeltaRuleOptions options;
     options.gate = static_cast<Gate>(bits & kGateMask);
-    options.scale = number("scale", scale);
     options.chunk_size = static_cast<int32_t>(bits >> kChunkSizeShift);
-    options.state_v_first = bits & kStateVFirst;
-    options.qk_l2norm = bits & kQkL2Norm;
-    options.beta_sigmoid = bits & kBetaSigmoid;
-    options.allow_neg_eigval = bits & kAllowNegEigval;
-    options.gate_in_kernel = bits & kGateInKernel;
-    options.safe_gate = bits & kSafeGate;
+    options.scale = number("scale", scale);
     options.lower_bound = number("lower_bound", lower_bound);
+    int bit = kFirstSwitch;
+    for_each_switch<DeltaRuleOptions>([&](const auto& row) { options.*row.value = bits >> bit++ & 1; });
     return options;
   }
 
@@ -112,13 +74,13 @@ Tensor make_chunk_states(const DeltaRuleInputs& in, const DeltaRuleOptions& opti
 void forward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const Inputs in(arguments);
+    const TensorArguments<DeltaRuleInputs> in(arguments);
     const Options options(arguments);
     const auto chunk_states_dtype = arguments.take<std::optional<int32_t>>();
     const Tensor cu_seqlens_cpu = arguments.optional_tensor();
     DeltaRuleForward args;
     args.options = options.resolved();
-    args.in = in.views();
+    in.view_as(args.in);
 
     const TensorView& q = args.in.q;
     Tensor o = make_output(args.in, args.o), final_state, chunk_states;
@@ -140,67 +102,62 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   });
 }
 
-// Bit i of `gradients` asks for the gradient of input i in the order of Inputs.
 void backward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const Tensor d_o = arguments.optional_tensor();
-    const Tensor d_final_state = arguments.optional_tensor();
-    const Tensor chunk_states = arguments.optional_tensor();
-    const Inputs in(arguments);
+    const TensorArguments<DeltaRuleBackward> own(arguments);
+    const TensorArguments<DeltaRuleInputs> in(arguments);
     const Options options(arguments);
-    const int64_t gradients = arguments.take<int64_t>();
+    const int64_t asked_for = arguments.take<int64_t>();
     DeltaRuleBackward args;
     args.options = options.resolved();
-    args.in = in.views();
-    args.d_o = view("d_o", d_o);
-    args.d_final_state = view("d_final_state", d_final_state);
-    args.chunk_states = view("chunk_states", chunk_states);
-
-    const Gradients output{args.in.q, gradients};
-    Tensor dq = output(0, args.in.q, args.dq);
-    Tensor dk = output(1, args.in.k, args.dk);
-    Tensor dv = output(2, args.in.v, args.dv);
-    Tensor dg = output(3, args.in.g, args.dg);
-    Tensor dbeta = output(4, args.in.beta, args.dbeta);
-    Tensor da_log = output(5, args.in.a_log, args.da_log);
-    Tensor ddt_bias = output(6, args.in.dt_bias, args.ddt_bias);
-    Tensor d_initial_state = output.of_state(7, args.in.initial_state, args.d_initial_state);
+    in.view_as(args.in);
+    own.view_as(args);
+    GradientResults<DeltaRuleBackward> gradients(args, args.in.q, asked_for);
     delta_rule_backward(ContextOf(args.in.q), args);
-    give(stack, dq, dk, dv, dg, dbeta, da_log, ddt_bias, d_initial_state);
+    gradients.give(stack);
   });
 }
 
 void step(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const Tensor state = arguments.tensor();
-    const Tensor state_indices = arguments.optional_tensor();
-    const Inputs in(arguments);
+    const TensorArguments<DeltaRuleStep> own(arguments);
+    const TensorArguments<DeltaRuleInputs> in(arguments);
     const Options options(arguments);
     DeltaRuleStep args;
     args.options = options.resolved();
-    args.in = in.views();
-    args.state = view("state", state);
-    args.state_indices = view("state_indices", state_indices);
+    in.view_as(args.in);
+    own.view_as(args);
     Tensor o = make_output(args.in, args.o);
     delta_rule_step(ContextOf(args.in.q), args);
     give(stack, o);
   });
 }
 
-constexpr Operator kOperators[] = {
-    {"delta_rule_forward" FW_FORWARD, &forward},
-    {"delta_rule_differentiable" FW_FORWARD, &forward},
-    {"delta_rule_backward(Tensor? d_o, Tensor? d_final_state, Tensor? chunk_states, " FW_INPUTS ", " FW_OPTIONS
-     ", int gradients) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dA_log, Tensor ddt_bias, "
-     "Tensor d_initial_state)",
-     &backward},
-    {"delta_rule_step(Tensor(a!) state, Tensor? state_indices, " FW_INPUTS ", " FW_OPTIONS ") -> Tensor o", &step},
-};
-
 }  // namespace
 
-std::span<const Operator> delta_rule_operators() { return kOperators; }
+std::span<const Operator> delta_rule_operators() {
+  const std::string inputs = argument_schema<DeltaRuleInputs>() + kOptionSchema;
+  const std::string forward_schema = "(" + inputs + ", ScalarType? chunk_states_dtype, Tensor? cu_seqlens_cpu) -> " +
+                                     result_schema<DeltaRuleForward>();
+  static const Operator operators[] = {
+      {"delta_rule_forward" + forward_schema, &forward},
+      {"delta_rule_differentiable" + forward_schema, &forward},
+      {"delta_rule_backward(" + argument_schema<DeltaRuleBackward>() + inputs + ", int gradients) -> " +
+           result_schema<DeltaRuleBackward>(),
+       &backward},
+      {"delta_rule_step(" + argument_schema<DeltaRuleStep>() + inputs + ") -> " + result_schema<DeltaRuleStep>(),
+       &step},
+  };
+  return operators;
+}
+
+std::vector<std::string> delta_rule_switches() {
+  std::vector<std::string> names;
+  for_each_switch<DeltaRuleOptions>([&](const auto& row) { names.push_back(row.name); });
+  names.insert(names.end(), {"token_by_token", "output_final_state"});
+  return names;
+}
 
 }  // namespace fastweight::bindings

@@ -6,9 +6,7 @@
 #include <vector>
 
 #include "convert.h"
-#include "fastweight/delta_rule.h"
-#include "fastweight/short_conv.h"
-#include "fastweight/ttt_linear.h"
+#include "fastweight/fastweight.h"
 
 namespace fastweight::bindings {
 namespace {
@@ -29,24 +27,43 @@ std::string implementations(const char* family, const std::vector<Implementation
          });
 }
 
+std::string all_implementations() {
+  const std::pair<const char*, std::vector<ImplementationInfo>> families[] = {
+      {"delta_rule", delta_rule_implementations()},
+      {"gla", gla_implementations()},
+      {"comba", comba_implementations()},
+      {"dplr", dplr_implementations()},
+      {"ttt_linear", ttt_linear_implementations()},
+      {"short_conv", short_conv_implementations()},
+      {"chunk_local_cumsum", block_implementations(Block::kChunkLocalCumsum)},
+      {"scaled_dot_kkt", block_implementations(Block::kScaledDotKkt)},
+      {"solve_tril", block_implementations(Block::kSolveTril)},
+      {"wy", block_implementations(Block::kWy)},
+      {"l2norm", block_implementations(Block::kL2Norm)},
+      {"gate_activation", block_implementations(Block::kGateActivation)},
+  };
+  std::string text;
+  for (const auto& [family, infos] : families) text += (text.empty() ? "" : ", ") + implementations(family, infos);
+  return text;
+}
+
 std::string text() {
   return "{\"version\": " + quoted(version()) + ", \"cpu_target\": " + quoted(cpu_target()) +
          ", \"cpu_targets\": " + joined(cpu_targets(), quoted) +
          ", \"built_with_cuda\": " + (built_with_cuda() ? "true" : "false") +
          ", \"cuda_architectures\": " + joined(cuda_architectures(), quoted) + ", \"implementations\": {" +
-         implementations("delta_rule", delta_rule_implementations()) + ", " +
-         implementations("ttt_linear", ttt_linear_implementations()) + ", " +
-         implementations("short_conv", short_conv_implementations()) + "}}";
+         all_implementations() + "}, \"delta_rule_switches\": " + joined(delta_rule_switches(), quoted) + "}";
 }
 
 void info(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] { *stack = torch::stable::detail::from(text()); });
 }
 
-constexpr Operator kOperators[] = {{"info() -> str", &info}};
-
 }  // namespace
 
-std::span<const Operator> info_operators() { return kOperators; }
+std::span<const Operator> info_operators() {
+  static const Operator operators[] = {{"info() -> str", &info}};
+  return operators;
+}
 
 }  // namespace fastweight::bindings

@@ -1,7 +1,6 @@
 // Registers the operators of all files with PyTorch.
 #include <array>
 #include <string>
-#include <string_view>
 
 #include "convert.h"
 
@@ -14,8 +13,7 @@ std::array<std::span<const Operator>, 4> families() {
 
 void implement(torch::stable::detail::StableLibrary& library, std::span<const Operator> operators) {
   for (const Operator& op : operators) {
-    const std::string_view schema = op.schema;
-    library.impl(std::string(schema.substr(0, schema.find('('))).c_str(), op.kernel);
+    library.impl(op.schema.substr(0, op.schema.find('(')).c_str(), op.kernel);
   }
 }
 
@@ -25,9 +23,9 @@ void implement(torch::stable::detail::StableLibrary& library, std::span<const Op
 STABLE_TORCH_LIBRARY(fastweight, m) {
   using namespace fastweight::bindings;
   for (const auto& family : families()) {
-    for (const Operator& op : family) m.def(op.schema);
+    for (const Operator& op : family) m.def(op.schema.c_str());
   }
-  for (const Operator& op : info_operators()) m.def(op.schema);
+  for (const Operator& op : info_operators()) m.def(op.schema.c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastweight, CPU, m) {

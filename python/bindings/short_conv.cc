@@ -3,43 +3,23 @@
 #include "fastweight/short_conv.h"
 
 #include "convert.h"
-
-// Inputs below reads these, in this order.
-#define FW_INPUTS "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens"
-#define FW_FORWARD \
-  "(" FW_INPUTS ", int activation, Tensor? residual, bool output_final_state) -> (Tensor y, Tensor final_state)"
+#include "core/short_conv_fields.h"
 
 namespace fastweight::bindings {
 namespace {
-
-struct Inputs {
-  explicit Inputs(Arguments& arguments)
-      : x(arguments.tensor()),
-        weight(arguments.tensor()),
-        bias(arguments.optional_tensor()),
-        initial_state(arguments.optional_tensor()),
-        cu_seqlens(arguments.optional_tensor()) {}
-
-  ShortConvInputs views() const {
-    return {view("x", x), view("weight", weight), view("bias", bias), view("initial_state", initial_state),
-            view("cu_seqlens", cu_seqlens)};
-  }
-
-  Tensor x, weight, bias, initial_state, cu_seqlens;
-};
 
 ShortConvOptions take_options(Arguments& arguments) { return {static_cast<Activation>(arguments.take<int64_t>())}; }
 
 void forward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const Inputs in(arguments);
+    const TensorArguments<ShortConvInputs> in(arguments);
     ShortConvForward args;
     args.options = take_options(arguments);
-    const Tensor residual = arguments.optional_tensor();
+    const TensorArguments<ShortConvForward> own(arguments);
     const bool output_final_state = arguments.take<bool>();
-    args.in = in.views();
-    args.residual = view("residual", residual);
+    in.view_as(args.in);
+    own.view_as(args);
     const TensorView& x = args.in.x;
     Tensor y = dense_like(x, args.y), final_state;
     if (output_final_state) {
@@ -51,62 +31,53 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   });
 }
 
-// Bit i of `gradients` asks for the gradient of input i in the order of Inputs.
 void backward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const Tensor dy = arguments.optional_tensor();
-    const Tensor d_final_state = arguments.optional_tensor();
-    const Inputs in(arguments);
+    const TensorArguments<ShortConvBackward> own(arguments);
+    const TensorArguments<ShortConvInputs> in(arguments);
     ShortConvBackward args;
     args.options = take_options(arguments);
-    const int64_t gradients = arguments.take<int64_t>();
-    args.in = in.views();
-    args.dy = view("dy", dy);
-    args.d_final_state = view("d_final_state", d_final_state);
-
-    const Gradients output{args.in.x, gradients};
-    Tensor dx = output(0, args.in.x, args.dx);
-    Tensor dw = output(1, args.in.w, args.dw);
-    Tensor dbias = output(2, args.in.bias, args.dbias);
-    Tensor d_initial_state = output(3, args.in.initial_state, args.d_initial_state);
+    const int64_t asked_for = arguments.take<int64_t>();
+    in.view_as(args.in);
+    own.view_as(args);
+    GradientResults<ShortConvBackward> gradients(args, args.in.x, asked_for);
     short_conv_backward(ContextOf(args.in.x), args);
-    give(stack, dx, dw, dbias, d_initial_state);
+    gradients.give(stack);
   });
 }
 
 void step(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const Tensor state = arguments.tensor();
-    const Tensor state_indices = arguments.optional_tensor();
-    const Inputs in(arguments);
+    const TensorArguments<ShortConvStep> own(arguments);
+    const TensorArguments<ShortConvInputs> in(arguments);
     ShortConvStep args;
     args.options = take_options(arguments);
-    const Tensor residual = arguments.optional_tensor();
-    args.in = in.views();
-    args.residual = view("residual", residual);
-    args.state = view("state", state);
-    args.state_indices = view("state_indices", state_indices);
+    in.view_as(args.in);
+    own.view_as(args);
     Tensor y = dense_like(args.in.x, args.y);
     short_conv_step(ContextOf(args.in.x), args);
     give(stack, y);
   });
 }
 
-constexpr Operator kOperators[] = {
-    {"short_conv_forward" FW_FORWARD, &forward},
-    {"short_conv_differentiable" FW_FORWARD, &forward},
-    {"short_conv_backward(Tensor? dy, Tensor? d_final_state, " FW_INPUTS
-     ", int activation, int gradients) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor d_initial_state)",
-     &backward},
-    {"short_conv_step(Tensor(a!) state, Tensor? state_indices, " FW_INPUTS
-     ", int activation, Tensor? residual) -> Tensor y",
-     &step},
-};
-
 }  // namespace
 
-std::span<const Operator> short_conv_operators() { return kOperators; }
+std::span<const Operator> short_conv_operators() {
+  const std::string inputs = argument_schema<ShortConvInputs>() + "int activation";
+  const std::string forward_schema = "(" + inputs + ", " + argument_schema<ShortConvForward>() +
+                                     "bool output_final_state) -> " + result_schema<ShortConvForward>();
+  static const Operator operators[] = {
+      {"short_conv_forward" + forward_schema, &forward},
+      {"short_conv_differentiable" + forward_schema, &forward},
+      {"short_conv_backward(" + argument_schema<ShortConvBackward>() + inputs + ", int gradients) -> " +
+           result_schema<ShortConvBackward>(),
+       &backward},
+      {"short_conv_step(" + argument_schema<ShortConvStep>() + inputs + ") -> " + result_schema<ShortConvStep>(),
+       &step},
+  };
+  return operators;
+}
 
 }  // namespace fastweight::bindings

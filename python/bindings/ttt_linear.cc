@@ -3,46 +3,12 @@
 #include "fastweight/ttt_linear.h"
 
 #include "convert.h"
-
-// Inputs and take_options below read these, in this order.
-#define FW_INPUTS                                                                         \
-  "Tensor q, Tensor k, Tensor v, Tensor w, Tensor b, Tensor eta, Tensor? initial_state, " \
-  "Tensor? initial_state_bias, Tensor? cu_seqlens"
-#define FW_OPTIONS "float? scale, float eps, int mini_batch"
-#define FW_FORWARD                                                       \
-  "(" FW_INPUTS ", " FW_OPTIONS                                          \
-  ", bool output_final_state) -> (Tensor o, Tensor final_state, Tensor " \
-  "final_state_bias)"
+#include "core/ttt_linear_fields.h"
 
 namespace fastweight::bindings {
 namespace {
 
-struct Inputs {
-  explicit Inputs(Arguments& arguments)
-      : q(arguments.tensor()),
-        k(arguments.tensor()),
-        v(arguments.tensor()),
-        w(arguments.tensor()),
-        b(arguments.tensor()),
-        eta(arguments.tensor()),
-        initial_state(arguments.optional_tensor()),
-        initial_state_bias(arguments.optional_tensor()),
-        cu_seqlens(arguments.optional_tensor()) {}
-
-  TttLinearInputs views() const {
-    return {view("q", q),
-            view("k", k),
-            view("v", v),
-            view("w", w),
-            view("b", b),
-            view("eta", eta),
-            view("initial_state", initial_state),
-            view("initial_state_bias", initial_state_bias),
-            view("cu_seqlens", cu_seqlens)};
-  }
-
-  Tensor q, k, v, w, b, eta, initial_state, initial_state_bias, cu_seqlens;
-};
+constexpr const char* kOptionSchema = "float? scale, float eps, int mini_batch";
 
 struct Options {
   explicit Options(Arguments& arguments)
@@ -66,12 +32,12 @@ struct Options {
 void forward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const Inputs in(arguments);
+    const TensorArguments<TttLinearInputs> in(arguments);
     const Options options(arguments);
     const bool output_final_state = arguments.take<bool>();
     TttLinearForward args;
     args.options = options.resolved();
-    args.in = in.views();
+    in.view_as(args.in);
 
     const TensorView& q = args.in.q;
     Tensor o = dense_like(q, args.o), final_state, final_state_bias;
@@ -85,77 +51,55 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   });
 }
 
-// Bit i of `gradients` asks for the gradient of input i in the order of Inputs.
 void backward(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const Tensor d_o = arguments.optional_tensor();
-    const Tensor d_final_state = arguments.optional_tensor();
-    const Tensor d_final_state_bias = arguments.optional_tensor();
-    const Inputs in(arguments);
+    const TensorArguments<TttLinearBackward> own(arguments);
+    const TensorArguments<TttLinearInputs> in(arguments);
     const Options options(arguments);
-    const int64_t gradients = arguments.take<int64_t>();
+    const int64_t asked_for = arguments.take<int64_t>();
     TttLinearBackward args;
     args.options = options.resolved();
-    args.in = in.views();
-    args.d_o = view("d_o", d_o);
-    args.d_final_state = view("d_final_state", d_final_state);
-    args.d_final_state_bias = view("d_final_state_bias", d_final_state_bias);
-
-    const Gradients output{args.in.q, gradients};
-    Tensor dq = output(0, args.in.q, args.dq);
-    Tensor dk = output(1, args.in.k, args.dk);
-    Tensor dv = output(2, args.in.v, args.dv);
-    Tensor dw = output(3, args.in.w, args.dw);
-    Tensor db = output(4, args.in.b, args.db);
-    Tensor deta = output(5, args.in.eta, args.deta);
-    Tensor d_initial_state = output.of_state(6, args.in.initial_state, args.d_initial_state);
-    Tensor d_initial_state_bias = output.of_state(7, args.in.initial_state_bias, args.d_initial_state_bias);
+    in.view_as(args.in);
+    own.view_as(args);
+    GradientResults<TttLinearBackward> gradients(args, args.in.q, asked_for);
     ttt_linear_backward(ContextOf(args.in.q), args);
-    give(stack, dq, dk, dv, dw, db, deta, d_initial_state, d_initial_state_bias);
+    gradients.give(stack);
   });
 }
 
 void step(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
-    const Tensor state = arguments.tensor();
-    const Tensor state_bias = arguments.tensor();
-    const Tensor gradient = arguments.tensor();
-    const Tensor gradient_bias = arguments.tensor();
-    const Tensor position = arguments.tensor();
-    const Tensor state_indices = arguments.optional_tensor();
-    const Inputs in(arguments);
+    const TensorArguments<TttLinearStep> own(arguments);
+    const TensorArguments<TttLinearInputs> in(arguments);
     const Options options(arguments);
     TttLinearStep args;
     args.options = options.resolved();
-    args.in = in.views();
-    args.state = view("state", state);
-    args.state_bias = view("state_bias", state_bias);
-    args.gradient = view("gradient", gradient);
-    args.gradient_bias = view("gradient_bias", gradient_bias);
-    args.position = view("position", position);
-    args.state_indices = view("state_indices", state_indices);
+    in.view_as(args.in);
+    own.view_as(args);
     Tensor o = dense_like(args.in.q, args.o);
     ttt_linear_step(ContextOf(args.in.q), args);
     give(stack, o);
   });
 }
 
-constexpr Operator kOperators[] = {
-    {"ttt_linear_forward" FW_FORWARD, &forward},
-    {"ttt_linear_differentiable" FW_FORWARD, &forward},
-    {"ttt_linear_backward(Tensor? d_o, Tensor? d_final_state, Tensor? d_final_state_bias, " FW_INPUTS ", " FW_OPTIONS
-     ", int gradients) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dw, Tensor db, Tensor deta, Tensor d_initial_state, "
-     "Tensor d_initial_state_bias)",
-     &backward},
-    {"ttt_linear_step(Tensor(a!) state, Tensor(b!) state_bias, Tensor(c!) gradient, Tensor(d!) gradient_bias, "
-     "Tensor(e!) position, Tensor? state_indices, " FW_INPUTS ", " FW_OPTIONS ") -> Tensor o",
-     &step},
-};
-
 }  // namespace
 
-std::span<const Operator> ttt_linear_operators() { return kOperators; }
+std::span<const Operator> ttt_linear_operators() {
+  const std::string inputs = argument_schema<TttLinearInputs>() + kOptionSchema;
+  const std::string forward_schema =
+      "(" + inputs + ", bool output_final_state) -> " + result_schema<TttLinearForward>();
+  static const Operator operators[] = {
+      {"ttt_linear_forward" + forward_schema, &forward},
+      {"ttt_linear_differentiable" + forward_schema, &forward},
+      {"ttt_linear_backward(" + argument_schema<TttLinearBackward>() + inputs + ", int gradients) -> " +
+           result_schema<TttLinearBackward>(),
+       &backward},
+      {"ttt_linear_step(" + argument_schema<TttLinearStep>() + inputs + ") -> " + result_schema<TttLinearStep>(),
+       &step},
+  };
+  return operators;
+}
 
 }  // namespace fastweight::bindings

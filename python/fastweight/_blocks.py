@@ -1,4 +1,4 @@
-"""The building blocks inside PyTorch. The schemas stand in python/bindings/blocks.cc."""
+"""The building blocks inside PyTorch. The schemas follow from src/core/blocks_fields.h (python/bindings/blocks.cc)."""
 
 from __future__ import annotations
 

@@ -1,30 +1,35 @@
 """The operators of the delta-rule family inside PyTorch.
 
-The schemas stand in python/bindings/delta_rule.cc: inputs (q, k, v, g, beta, A_log, dt_bias, initial_state,
-cu_seqlens), options (bits, scale, lower_bound), for a forward then (chunk_states_dtype, cu_seqlens_cpu). The
+The schemas follow from the tables in src/core/delta_rule_fields.h (python/bindings/delta_rule.cc): inputs (q, k, v, g,
+beta, .., cu_seqlens), options (bits, scale, lower_bound), for a forward then (chunk_states_dtype, cu_seqlens_cpu). The
 bits are a gate, the switches below, and `chunk_size << CHUNK_SIZE_SHIFT`.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
 from ._autograd import differentiable, fake_gradients, needs_gradient, run
-from ._library import operators
+from ._info import DELTA_RULE_SWITCHES
+from ._library import argument_names, operators
 
 NONE, PER_HEAD, PER_CHANNEL = 0, 1, 2  # Gate in fastweight/delta_rule.h
-STATE_V_FIRST = 1 << 2
-QK_L2NORM = 1 << 3
-BETA_SIGMOID = 1 << 4
-ALLOW_NEG_EIGVAL = 1 << 5
-GATE_IN_KERNEL = 1 << 6
-SAFE_GATE = 1 << 7
-TOKEN_BY_TOKEN = 1 << 8  # on CUDA, where the forms round differently
-OUTPUT_FINAL_STATE = 1 << 9
+_SWITCHES = {name: 1 << bit for bit, name in enumerate(DELTA_RULE_SWITCHES, start=2)}
+STATE_V_FIRST = _SWITCHES["state_v_first"]
+QK_L2NORM = _SWITCHES["qk_l2norm"]
+BETA_SIGMOID = _SWITCHES["beta_sigmoid"]
+ALLOW_NEG_EIGVAL = _SWITCHES["allow_neg_eigval"]
+GATE_IN_KERNEL = _SWITCHES["gate_in_kernel"]
+SAFE_GATE = _SWITCHES["safe_gate"]
+TOKEN_BY_TOKEN = _SWITCHES["token_by_token"]  # on CUDA, where the forms round differently
+OUTPUT_FINAL_STATE = _SWITCHES["output_final_state"]
 CHUNK_SIZE_SHIFT = 16
 
-_NUM_INPUTS = 9
+_ARGUMENTS = argument_names("delta_rule_forward")
+_NUM_INPUTS = _ARGUMENTS.index("options")
 _NUM_OPTIONS = 3
 
 
@@ -83,22 +88,23 @@ def step(state: Tensor, state_indices: Tensor | None, inputs: tuple, options: tu
     return run(_step_operator, state, state_indices, *inputs, *options)
 
 
-def _fake_forward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, switches, scale, lower_bound,
-                  chunk_states_dtype, cu_seqlens_cpu):  # fmt: skip
-    chunk_size = switches >> CHUNK_SIZE_SHIFT
-    B, T, HV, V = v.shape
-    state = (HV, V, q.shape[3]) if switches & STATE_V_FIRST else (HV, q.shape[3], V)
+def _fake_forward(*arguments):
+    x = SimpleNamespace(**dict(zip(_ARGUMENTS, arguments, strict=True)))
+    chunk_size = x.options >> CHUNK_SIZE_SHIFT
+    B, T, HV, V = x.v.shape
+    K = x.q.shape[3]
+    state = (HV, V, K) if x.options & STATE_V_FIRST else (HV, K, V)
     final_state = chunk_states = None
-    if switches & OUTPUT_FINAL_STATE:
-        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        final_state = q.new_empty((N, *state), dtype=state_dtype(q))
-    if chunk_states_dtype is not None:
-        if cu_seqlens is None:
+    if x.options & OUTPUT_FINAL_STATE:
+        N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+        final_state = x.q.new_empty((N, *state), dtype=state_dtype(x.q))
+    if x.chunk_states_dtype is not None:
+        if x.cu_seqlens is None:
             NT = (T + chunk_size - 1) // chunk_size
         else:
             NT = torch.library.get_ctx().new_dynamic_size()
-        chunk_states = q.new_empty((B, NT, *state), dtype=chunk_states_dtype)
-    return q.new_empty((B, T, HV, V)), final_state, chunk_states
+        chunk_states = x.q.new_empty((B, NT, *state), dtype=x.chunk_states_dtype)
+    return x.q.new_empty((B, T, HV, V)), final_state, chunk_states
 
 
 torch.library.register_fake("fastweight::delta_rule_forward", _fake_forward)

@@ -20,6 +20,7 @@ def _read() -> dict[str, Any]:
 
 
 _INFO = _read()
+DELTA_RULE_SWITCHES = _INFO.pop("delta_rule_switches")  # for _delta_rule.py
 
 
 def info() -> dict[str, Any]:
@@ -28,7 +29,7 @@ def info() -> dict[str, Any]:
     Returns:
         `version`; `cpu_target`, the instruction set in use, and `cpu_targets`, all that the build has;
         `built_with_cuda`, and the `cuda_architectures` that its kernels were compiled for; `implementations`:
-        `{family: {device: {mode: [names]}}}`, from special to general.
+        `{family: {device: {mode: [names]}}}`, from special to general; the building blocks are families too.
     """
     return copy.deepcopy(_INFO)
 

@@ -34,6 +34,11 @@ operators = torch.ops.fastweight
 library = torch.library.Library("fastweight", "FRAGMENT")
 
 
+def argument_names(operator: str) -> list[str]:
+    """The arguments of an operator by name. Their list stands in one place, a table of the C++ library."""
+    return [argument.name for argument in getattr(operators, operator).default._schema.arguments]
+
+
 def translated(error: RuntimeError) -> BaseException:
     """The exception to raise in place of what an operator raised: python/bindings/convert.h marks the class."""
     match = _MARKED.match(str(error))

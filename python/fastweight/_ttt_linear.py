@@ -1,19 +1,22 @@
 """The operators of TTT-Linear inside PyTorch.
 
-The schemas stand in python/bindings/ttt_linear.cc: inputs (q, k, v, w, b, eta, initial_state, initial_state_bias,
-cu_seqlens), options (scale, eps, mini_batch), for a forward then (output_final_state).
+The schemas follow from the tables in src/core/ttt_linear_fields.h (python/bindings/ttt_linear.cc): inputs (q, k, v, w,
+b, eta, .., cu_seqlens), options (scale, eps, mini_batch), for a forward then (output_final_state).
 """
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from ._autograd import differentiable, fake_gradients, needs_gradient, run
 from ._delta_rule import state_dtype
-from ._library import operators
+from ._library import argument_names, operators
 
-_NUM_INPUTS = 9
+_ARGUMENTS = argument_names("ttt_linear_forward")
+_NUM_INPUTS = _ARGUMENTS.index("scale")
 
 # (inputs, options) -> (o, final_state, final_state_bias), None for what was not asked for.
 forward = differentiable("ttt_linear", num_inputs=_NUM_INPUTS, num_backward_options=3, num_output_gradients=3)
@@ -26,14 +29,15 @@ def step(states: tuple, state_indices: Tensor | None, inputs: tuple, options: tu
     return run(operators.ttt_linear_step.default, *states, state_indices, *inputs, *options)
 
 
-def _fake_forward(q, k, v, w, b, eta, initial_state, initial_state_bias, cu_seqlens, *options):
-    B, T, H, D = q.shape
+def _fake_forward(*arguments):
+    x = SimpleNamespace(**dict(zip(_ARGUMENTS, arguments, strict=True)))
+    B, T, H, D = x.q.shape
     final_state = final_state_bias = None
-    if options[-1]:
-        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        final_state = q.new_empty((N, H, D, D), dtype=state_dtype(q))
-        final_state_bias = q.new_empty((N, H, 1, D), dtype=state_dtype(q))
-    return q.new_empty((B, T, H, D)), final_state, final_state_bias
+    if x.output_final_state:
+        N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+        final_state = x.q.new_empty((N, H, D, D), dtype=state_dtype(x.q))
+        final_state_bias = x.q.new_empty((N, H, 1, D), dtype=state_dtype(x.q))
+    return x.q.new_empty((B, T, H, D)), final_state, final_state_bias
 
 
 torch.library.register_fake("fastweight::ttt_linear_forward", _fake_forward)
@@ -44,7 +48,7 @@ torch.library.register_fake("fastweight::ttt_linear_differentiable", _fake_forwa
 def _(d_o, d_final_state, d_final_state_bias, *rest):
     inputs, mask = rest[: _NUM_INPUTS - 1], rest[-1]
     state = state_dtype(inputs[0])
-    return fake_gradients(inputs, (*(x.dtype for x in inputs[:6]), state, state), mask)
+    return fake_gradients(inputs, (*(x.dtype for x in inputs[:-2]), state, state), mask)
 
 
 @torch.library.register_fake("fastweight::ttt_linear_step")

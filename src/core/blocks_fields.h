@@ -1,4 +1,4 @@
-// The tables of the building blocks' structs.
+// The tables of the building blocks' structs. A backward has the gradients of its outputs first, as the other families.
 #pragma once
 
 #include "core/fields.h"
@@ -47,8 +47,8 @@ inline constexpr auto kTensors<SolveTrilForward, S> = std::to_array<TensorField<
 
 template <class S>
 inline constexpr auto kTensors<SolveTrilBackward, S> = std::to_array<TensorField<S>>({
-    {"j", Use::kReads, &S::j},
     {"dj", Use::kReads, &S::dj},
+    {"j", Use::kReads, &S::j},
     {"cu_seqlens", Use::kMayRead, &S::cu_seqlens},
     {"da", Use::kWrites, &S::da},
 });
@@ -92,9 +92,9 @@ inline constexpr auto kOptions<L2NormForward, S> = std::make_tuple(option("eps",
 
 template <class S>
 inline constexpr auto kTensors<L2NormBackward, S> = std::to_array<TensorField<S>>({
+    {"dy", Use::kReads, &S::dy},
     {"y", Use::kReads, &S::y},
     {"rstd", Use::kReads, &S::rstd},
-    {"dy", Use::kReads, &S::dy},
     {"dx", Use::kWrites, &S::dx},
 });
 

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
+#include "core/sequences.h"
 #include "fastweight/blocks.h"
 #include "fastweight/delta_rule.h"
 
@@ -23,12 +25,14 @@ struct BlockSizes {
 
 // Args is one of the argument structs of blocks.h. Validated: kernels trust it. The tensors of chunk_local_cumsum and
 // of gate_activation are rows, [B, T, HV, K]; a value per head is the row of its token, [B, T, 1, HV]. A_log and its
-// gradient are [HV], dt_bias and its gradient [HV], or [HV, K] per channel.
+// gradient are [HV], dt_bias and its gradient [HV], or [HV, K] per channel. Where gates are not summed, sequences do not
+// matter: they are the rows of the batch.
 template <class Args>
 struct BlockProblem {
   BlockSizes sizes;
   Args args;
-  bool has_fp64 = false;  // any tensor, input or output
+  std::vector<Sequence> sequences;  // of host memory; empty on CUDA, and where there are no tokens
+  bool has_fp64 = false;            // any tensor, input or output
 };
 
 }  // namespace fastweight

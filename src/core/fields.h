@@ -50,6 +50,8 @@ inline constexpr auto kTensors = nullptr;
 
 template <class S, class Value>
 struct OptionField {
+  static constexpr bool kIsSwitch = std::is_same_v<Value, bool>;
+
   const char* name;
   Value S::*value;
 };
@@ -73,10 +75,13 @@ constexpr void for_each_option_pair(const Visit& visit) {
   (std::make_index_sequence<kCount>());
 }
 
-// visit(row) for each option.
+// visit(row) for each option that is true or false.
 template <class Struct, class Visit>
-constexpr void for_each_option(const Visit& visit) {
-  std::apply([&](const auto&... rows) { (visit(rows), ...); }, kOptions<Struct>);
+constexpr void for_each_switch(const Visit& visit) {
+  const auto visit_switch = [&]<class Row>(const Row& row) {
+    if constexpr (Row::kIsSwitch) visit(row);
+  };
+  std::apply([&](const auto&... rows) { (visit_switch(rows), ...); }, kOptions<Struct>);
 }
 
 // visit(row, view) for each tensor of a call: its inputs, then the others.
@@ -100,9 +105,9 @@ std::vector<check::Argument> arguments_of(const Args& args) {
 }
 
 // The row of the inputs with this name; null: there is none.
-template <class Inputs>
-constexpr const TensorField<Inputs>* input_row(std::string_view name) {
-  for (const auto& row : kTensors<Inputs>) {
+template <class Inputs, class S = Inputs>
+constexpr const TensorField<S>* input_row(std::string_view name) {
+  for (const auto& row : kTensors<Inputs, S>) {
     if (name == row.name) return &row;
   }
   return nullptr;

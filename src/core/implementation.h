@@ -10,6 +10,7 @@ namespace fastweight {
 
 template <class Problem>
 struct Implementation {
+  // A form, "chunk" or "recurrent", or a form and what is special about this way of it, "chunk_16bit".
   const char* name;
 
   // Why it cannot take this (valid) problem; empty when it can.
@@ -20,8 +21,8 @@ struct Implementation {
 
   void (*run)(const Problem& problem, const Context& context);
 
-  // Which of its forms takes the problem, for the verbose line; of those with more than one.
-  std::string (*form)(const Problem& problem) = nullptr;
+  // How it cuts a problem that it takes, for the verbose line; of those that have a choice.
+  std::string (*config)(const Problem& problem) = nullptr;
 };
 
 }  // namespace fastweight

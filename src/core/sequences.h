@@ -1,4 +1,4 @@
-// Dense batches and packed variable-length sequences as one table.
+// Dense batches and packed variable-length sequences as one table, and the chunks of their tokens.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,12 @@ struct Sequence {
   int64_t first_chunk;
 };
 
-// For host memory; cu_seqlens absent: `batch` sequences of `tokens` tokens.
-std::vector<Sequence> sequence_table(int64_t batch, int64_t tokens, const TensorView& cu_seqlens, int32_t chunk_size);
+// For host memory; cu_seqlens absent: `batch` sequences of `tokens` tokens. `ops` makes the table of a call once and
+// hands it on in the problem.
+std::vector<Sequence> sequence_table(int64_t batch, int64_t tokens, const TensorView& cu_seqlens, int64_t chunk_size);
+
+// NT: the chunks of a row of the batch, or of all packed sequences. Lengths in device memory cannot be read here: then
+// an upper bound.
+int64_t count_chunks(int64_t tokens, const TensorView& cu_seqlens, int64_t chunk_size);
 
 }  // namespace fastweight

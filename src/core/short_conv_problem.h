@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
+#include "core/sequences.h"
 #include "fastweight/short_conv.h"
 
 namespace fastweight {
@@ -20,7 +22,8 @@ template <class Args>
 struct ShortConvProblem {
   ShortConvSizes sizes;
   Args args;
-  bool has_fp64 = false;  // any tensor, input or output
+  std::vector<Sequence> sequences;  // of host memory; empty on CUDA, and where there is nothing to do
+  bool has_fp64 = false;            // any tensor, input or output
 };
 
 using ShortConvForwardProblem = ShortConvProblem<ShortConvForward>;

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
+#include "core/sequences.h"
 #include "fastweight/ttt_linear.h"
 
 namespace fastweight {
@@ -21,6 +23,7 @@ template <class Args>
 struct TttLinearProblem {
   TttLinearSizes sizes;
   Args args;
+  std::vector<Sequence> sequences;  // of host memory; empty on CUDA, and where there is nothing to do
   double scale = 1;
   bool has_fp64 = false;  // any tensor, input or output
 };

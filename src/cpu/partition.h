@@ -1,4 +1,4 @@
-// What every operator needs to cut its work for the parallel loop.
+// What the partitions of all operators share: the order of the sequences, and how many threads to use.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ inline std::vector<int64_t> longest_first(const std::vector<Sequence>& sequences
   return order;
 }
 
-// Threads that pay for themselves: one per `kGrain` multiply-adds, about ten microseconds of work.
+// Threads that pay for themselves: one per `kGrain` multiply-adds, about ten microseconds.
 inline int useful_threads(int threads, int64_t items, int64_t multiply_adds) {
   constexpr int64_t kGrain = 200'000;
   const int64_t most = std::min(items, multiply_adds / kGrain + 1);

@@ -318,6 +318,16 @@ void unify(GateActivationBackward& args, const BlockSizes& sizes) {
   unify(args.da_log, args.ddt_bias, sizes);
 }
 
+// Without tokens there are no chunks, however many sequences there are.
+template <class Args>
+std::vector<Sequence> sequences_of(const Args& args, const BlockSizes& sizes) {
+  if (sizes.tokens == 0) return {};
+  TensorView cu_seqlens;
+  if constexpr (requires { args.cu_seqlens; }) cu_seqlens = args.cu_seqlens;
+  if constexpr (requires { args.in.cu_seqlens; }) cu_seqlens = args.in.cu_seqlens;
+  return sequence_table(sizes.batch, sizes.tokens, sizes.chunk_size == 0 ? TensorView() : cu_seqlens, sizes.chunk_size);
+}
+
 // ---- The run ------------------------------------------------------------------------------------------------------
 
 template <class Args>
@@ -344,8 +354,9 @@ std::string run(const char* entry, const Context& context, const Args& args) {
     problem.has_fp64 = check::any_fp64(arguments);
     problem.args = args;
     unify(problem.args, problem.sizes);
-    return dispatch(entry, context, cpu::block_list<Args>(), problem, check::any_written(arguments), describe<Args>,
-                    cuda::block_list<Args>());
+    const bool work = check::any_written(arguments);
+    if (work && context.device.type == DeviceType::kCpu) problem.sequences = sequences_of(args, problem.sizes);
+    return dispatch(entry, context, cpu::block_list<Args>(), problem, work, describe<Args>, cuda::block_list<Args>());
   });
 }
 

@@ -5,6 +5,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/check.h"
@@ -21,11 +22,18 @@ struct Choice {
   std::string passed_over;  // "name: reason; .." of the entries before it
 };
 
-// The named one or an error.
+// Adds "name: reason" to a list of them.
+template <class Problem>
+void add_reason(std::string& reasons, const Implementation<Problem>& implementation, const std::string& reason) {
+  reasons += (reasons.empty() ? "" : "; ") + std::string(implementation.name) + ": " + reason;
+}
+
+// A name is that of an entry, which then runs or fails. A form, such as "chunk", stands for its entries "chunk_..": the
+// first of them that takes the problem runs.
 template <class Problem>
 Choice<Problem> choose_named(const char* entry, std::span<const Implementation<Problem>> list, const Problem& problem,
                              const std::string& name) {
-  std::string known;
+  std::string known, reasons;
   for (const auto& implementation : list) {
     if (name == implementation.name) {
       const std::string reason = implementation.declines(problem);
@@ -34,7 +42,14 @@ Choice<Problem> choose_named(const char* entry, std::span<const Implementation<P
     }
     known += (known.empty() ? "" : ", ") + std::string(implementation.name);
   }
-  check::invalid("implementation", "one of " + known, "\"" + name + "\"");
+  for (const auto& implementation : list) {
+    if (!std::string_view(implementation.name).starts_with(name + "_")) continue;
+    const std::string reason = implementation.declines(problem);
+    if (reason.empty()) return {&implementation, reasons};
+    add_reason(reasons, implementation, reason);
+  }
+  if (reasons.empty()) check::invalid("implementation", "one of " + known, "\"" + name + "\"");
+  throw Error(ErrorCode::kUnsupported, std::string(entry) + ": no " + name + " takes this problem: " + reasons);
 }
 
 // The first that takes the problem and finds it worthwhile, else the first that takes it.
@@ -49,7 +64,7 @@ Choice<Problem> choose_first(const char* entry, std::span<const Implementation<P
       if (fallback.implementation == nullptr) fallback = {&implementation, reasons};
       reason = "not worthwhile";
     }
-    reasons += (reasons.empty() ? "" : "; ") + std::string(implementation.name) + ": " + reason;
+    add_reason(reasons, implementation, reason);
   }
   if (fallback.implementation != nullptr) return fallback;
   throw Error(ErrorCode::kUnsupported, std::string(entry) + ": no implementation takes this problem: " + reasons);
@@ -82,7 +97,7 @@ std::string dispatch(const char* entry, const Context& context, std::span<const 
   if (context.verbose) {
     std::string line =
         std::string("fastweight: ") + entry + " " + describe(problem) + ": ran " + choice.implementation->name;
-    if (choice.implementation->form != nullptr) line += " " + choice.implementation->form(problem);
+    if (choice.implementation->config != nullptr) line += " {" + choice.implementation->config(problem) + "}";
     if (!choice.passed_over.empty()) line += " (" + choice.passed_over + ")";
     if (context.log != nullptr) {
       context.log(context.log_user, line.c_str());

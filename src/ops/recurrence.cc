@@ -126,19 +126,6 @@ void check_qkv(const DeltaRuleInputs& in, Correction correction, DeltaRuleSizes&
   sizes.group = sizes.num_value_heads / sizes.num_heads;
 }
 
-// The chunks of checked sequences. Lengths in device memory cannot be read here: then an upper bound.
-int64_t count_chunks(int64_t tokens, const TensorView& cu_seqlens, int64_t chunk_size) {
-  const auto chunks_of = [&](int64_t length) { return length / chunk_size + (length % chunk_size != 0); };
-  if (!cu_seqlens.present()) return chunks_of(tokens);
-  const int64_t last = cu_seqlens.shape[0] - 1;
-  if (cu_seqlens.device.type != DeviceType::kCpu) return std::min(tokens, tokens / chunk_size + last);
-  int64_t count = 0;
-  for (int64_t n = 0; n < last; ++n) {
-    count += chunks_of(check::integer_at(cu_seqlens, n + 1) - check::integer_at(cu_seqlens, n));
-  }
-  return count;
-}
-
 // Sets N and NT.
 void check_sequences(const DeltaRuleInputs& in, const DeltaRuleOptions& options, DeltaRuleSizes& sizes) {
   sizes.num_sequences = check::num_sequences(in.cu_seqlens, sizes.batch, sizes.tokens);
@@ -381,6 +368,10 @@ std::string run_recurrence(const char* entry, const Context& context, const Args
     DeltaRuleProblem<Args> problem = make_problem(context, args, transition, work);
     // However many empty sequences there are, they cost nothing.
     if (!work) problem.sizes.batch = problem.sizes.num_sequences = 0;
+    if (work && context.device.type == DeviceType::kCpu) {
+      problem.sequences =
+          sequence_table(problem.sizes.batch, problem.sizes.tokens, args.in.cu_seqlens, args.options.chunk_size);
+    }
     return dispatch(entry, context, cpu_list, problem, work, describe<DeltaRuleProblem<Args>>, cuda_list);
   });
 }

@@ -162,7 +162,11 @@ std::string run(const char* entry, const Context& context, const Args& args, Imp
   return entry_point(entry, [&] {
     ShortConvProblem<Args> problem = make_problem(context, args);
     // However many empty sequences there are, they cost nothing.
-    if (!has_sequences(args)) problem.sizes.batch = problem.sizes.num_sequences = 0;
+    const bool sequences = has_sequences(args);
+    if (!sequences) problem.sizes.batch = problem.sizes.num_sequences = 0;
+    if (sequences && context.device.type == DeviceType::kCpu) {
+      problem.sequences = sequence_table(problem.sizes.batch, problem.sizes.tokens, args.in.cu_seqlens, 1);
+    }
     return dispatch(entry, context, cpu_list, problem, has_work(args), describe<ShortConvProblem<Args>>, cuda_list);
   });
 }

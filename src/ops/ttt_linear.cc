@@ -276,6 +276,10 @@ std::string run(const char* entry, const Context& context, const Args& args, Imp
     // However many empty sequences there are, they cost nothing.
     const bool work = has_work(args);
     if (!work) problem.sizes.batch = problem.sizes.num_sequences = 0;
+    if (work && context.device.type == DeviceType::kCpu) {
+      problem.sequences =
+          sequence_table(problem.sizes.batch, problem.sizes.tokens, args.in.cu_seqlens, args.options.mini_batch);
+    }
     return dispatch(entry, context, cpu_list, problem, work, describe<TttLinearProblem<Args>>, cuda_list);
   });
 }

@@ -158,6 +158,17 @@ TEST(Parallel, WorkersTakeOnTheRoundingMode) {
   }
 }
 
+// gcc defines macros for its sanitizers, clang has features.
+#ifndef __has_feature
+#define __has_feature(name) 0
+#endif
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || __has_feature(address_sanitizer) || \
+    __has_feature(thread_sanitizer)
+constexpr bool kSanitized = true;
+#else
+constexpr bool kSanitized = false;
+#endif
+
 // Forks and runs loops in the child; true when they went well.
 bool child_succeeds() {
   const pid_t child = fork();
@@ -175,9 +186,7 @@ bool child_succeeds() {
 }
 
 TEST(Parallel, WorksInAForkedChild) {
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-  GTEST_SKIP() << "the sanitizers' own locks do not survive a fork beside threads";
-#endif
+  if (kSanitized) GTEST_SKIP() << "the sanitizers' own locks do not survive a fork beside threads";
   ASSERT_EQ(check_loop(100, 4, yielding_work), "");
   for (int repeat = 0; repeat < 5; ++repeat) {
     EXPECT_TRUE(child_succeeds());
@@ -186,9 +195,7 @@ TEST(Parallel, WorksInAForkedChild) {
 }
 
 TEST(Parallel, WorksInAChildForkedWhileThePoolIsBusy) {
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-  GTEST_SKIP() << "the sanitizers' own locks do not survive a fork beside threads";
-#endif
+  if (kSanitized) GTEST_SKIP() << "the sanitizers' own locks do not survive a fork beside threads";
   std::atomic<bool> stop = false;
   std::thread other([&] {
     while (!stop) parallel_for(8, 4, [](int64_t, int) {});

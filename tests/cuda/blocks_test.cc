@@ -65,6 +65,25 @@ TEST_P(CudaBlocks, MalformedOffsetsStayInside) {
   }
 }
 
+// Activations, sums and norms of what is not a number are none either, in the forms of every width.
+TEST(CudaBlockValues, WhatIsNotANumberStays) {
+  for (Block block : {Block::kChunkLocalCumsum, Block::kGateActivation, Block::kL2Norm}) {
+    for (bool lower_bound : {false, true}) {
+      for (int64_t K : {5, 256}) {
+        BlockSpec spec = spec_of(block, 20, 16, Gate::kPerChannel);
+        spec.K = K;
+        spec.lower_bound = lower_bound && block == Block::kGateActivation;
+        BlockCase problem = draw(spec, 9);
+        const int64_t width = problem.x.size() / spec.T, token = 7;
+        for (int64_t i = 0; i < width; ++i) problem.x.set(token * width + i, std::nan(""));
+        const Tensor y = *support::forward(problem, context_for("direct")).named()[0].second;
+        for (double value : slice(y, 1, 0, token).values()) ASSERT_FALSE(std::isnan(value)) << describe(spec);
+        for (double value : slice(y, 1, token, token + 1).values()) ASSERT_TRUE(std::isnan(value)) << describe(spec);
+      }
+    }
+  }
+}
+
 TEST(CudaBlockErrors, WhatIsNotThere) {
   const BlockCase problem = draw(spec_of(Block::kSolveTril, 20, 16), 7);
   expect_refused(ErrorCode::kInvalidArgument, "implementation: expected one of direct",

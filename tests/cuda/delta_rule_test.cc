@@ -75,8 +75,15 @@ class CudaDeltaRule : public ::testing::TestWithParam<Gate> {
     return one;
   }
 
-  // The types that choose between the forms of an implementation.
+  // The types that choose between the implementations of a form.
   static constexpr DType kTypes[] = {DType::kBF16, DType::kF32};
+
+  // Those of the forward that take tensors of the type.
+  static std::vector<std::string> forwards(DType dtype) {
+    std::vector<std::string> names = implementations(Mode::kForward);
+    if (dtype == DType::kF32) std::erase(names, "chunk_16bit");
+    return names;
+  }
 };
 
 // One capture serves any lengths that fit: the same bits as a call of its own, and nothing else written.
@@ -85,7 +92,7 @@ TEST_P(CudaDeltaRule, GraphReplaysWithOtherLengths) {
   for (DType dtype : kTypes) {
     DeltaRuleSpec one = with_lengths(with_heads(spec(0, 64, 32, dtype), 2, 2), {100, 100, 50, 50});
     const DeltaRuleCase problem = draw(one, 1);
-    for (const std::string& name : implementations(Mode::kForward)) {
+    for (const std::string& name : forwards(dtype)) {
       ForwardOnDevice call(problem);
       const DeviceStream stream;
       Context context = context_for(name);
@@ -253,7 +260,7 @@ TEST_P(CudaDeltaRule, ChunkKeepsTheAccuracyOfFp32) {
     one.hard_gate_fraction = GetParam() == Gate::kNone ? 0.0 : fraction;
     const DeltaRuleCase problem = draw(one, 15);
     const DeltaRuleResults expected = support::forward(support::in_double(problem), reference_context());
-    const DeltaRuleResults results = support::forward(problem, context_for("chunk"));
+    const DeltaRuleResults results = support::forward(problem, context_for("chunk_fp32"));
     EXPECT_LT(support::compare(results.o, expected.o).relative_rms, kBound) << describe(one);
     EXPECT_LT(support::compare(results.final_state, expected.final_state).relative_rms, kBound) << describe(one);
   }
@@ -305,7 +312,7 @@ TEST_P(CudaDeltaRule, MalformedOffsetsStayInside) {
       Tensor o(one.dtype, problem.v.shape()), chunk_states(DType::kF32, {1, 3, one.HV, one.K, one.V});
       args.o = o.view();
       args.chunk_states = chunk_states.view();
-      for (const std::string& name : implementations(Mode::kForward)) {
+      for (const std::string& name : forwards(dtype)) {
         EXPECT_NO_THROW(support::run(context_for(name), args)) << name;
       }
     }
@@ -367,33 +374,76 @@ class EmulatedSharedMemory {
   static constexpr const char* kName = "FASTWEIGHT_EMULATED_SHARED_MEMORY";
 };
 
-// Where a block lacks the memory for 16-bit operands, `chunk` computes in fp32 and says so.
-TEST(CudaSharedMemory, OfDevicesWith99Kilobytes) {
-  if (cuda_devices().at(0).name != "emulator") GTEST_SKIP() << "a device has the shared memory that it has";
-  const EmulatedSharedMemory limit("101376");
+// "chunk" is the first of chunk_16bit and chunk_fp32 that takes the problem; the verbose line says which, how it cuts the
+// problem, and why not the other.
+TEST(CudaForms, ChunkIsTheFirstThatTakesIt) {
   std::string line;
   Context context = context_for("chunk");
   context.verbose = true;
   context.log_user = &line;
   context.log = [](void* user, const char* text) { *static_cast<std::string*>(user) = text; };
-  const auto form_for = [&](Gate gate, int64_t K, DType dtype) {
+  DeltaRuleSpec one = with_heads(spec_of(Gate::kPerHead, 70, 32, 20), 1, 2);
+  one.dtype = DType::kBF16;
+  EXPECT_EQ(support::forward(draw(one, 20), context).implementation, "chunk_16bit");
+  EXPECT_NE(line.find(": ran chunk_16bit {K 64, columns 32, warps 4, stages 2}"), std::string::npos) << line;
+  EXPECT_EQ(line.find("chunk_fp32"), std::string::npos) << line;
+  one.dtype = DType::kF32;
+  const DeltaRuleCase problem = draw(one, 20);
+  EXPECT_EQ(support::forward(problem, context).implementation, "chunk_fp32");
+  EXPECT_NE(line.find("(chunk_16bit: q, k, v and o must have one 16-bit type)"), std::string::npos) << line;
+  EXPECT_NE(line.find(": ran chunk_fp32 {K 64, columns "), std::string::npos) << line;
+  test::expect_refused(ErrorCode::kUnsupported,
+                       "delta_rule_forward: chunk_16bit: q, k, v and o must have one 16-bit type",
+                       [&] { support::forward(problem, context_for("chunk_16bit")); });
+  one.dtype = DType::kBF16;
+  EXPECT_EQ(support::forward(draw(one, 20), context_for("chunk_fp32")).implementation, "chunk_fp32");
+}
+
+// Where a block lacks the memory for 16-bit operands, chunk_16bit declines and chunk_fp32 runs.
+TEST(CudaSharedMemory, OfDevicesWith99Kilobytes) {
+  if (cuda_devices().at(0).name != "emulator") GTEST_SKIP() << "a device has the shared memory that it has";
+  const EmulatedSharedMemory limit("101376");
+  const auto runs = [&](Gate gate, int64_t K, DType dtype) {
     DeltaRuleSpec one = with_heads(spec_of(gate, 70, K, 20), 1, 2);
     one.dtype = dtype;
     const DeltaRuleCase problem = draw(one, 19);
     const DeltaRuleResults expected = support::forward(support::in_double(problem), reference_context(), true);
-    expect_close(problem, support::forward(problem, context, true), expected);
-    return line.substr(line.find("ran chunk") + 10);
+    const DeltaRuleResults results = support::forward(problem, context_for("chunk"), true);
+    expect_close(problem, results, expected);
+    return results.implementation;
   };
-  const std::string in_fp32 = "in fp32 (with 16-bit operands: needs ";
   for (DType dtype : {DType::kBF16, DType::kF16}) {
-    EXPECT_EQ(form_for(Gate::kPerChannel, 64, dtype), "with 16-bit operands");
-    EXPECT_EQ(form_for(Gate::kPerChannel, 128, dtype).find(in_fp32), 0u) << line;
-    EXPECT_EQ(form_for(Gate::kPerHead, 128, dtype), "with 16-bit operands");
-    EXPECT_EQ(form_for(Gate::kPerHead, 256, dtype).find(in_fp32), 0u) << line;
+    EXPECT_EQ(runs(Gate::kPerChannel, 64, dtype), "chunk_16bit");
+    EXPECT_EQ(runs(Gate::kPerChannel, 128, dtype), "chunk_fp32");
+    EXPECT_EQ(runs(Gate::kPerHead, 128, dtype), "chunk_16bit");
+    EXPECT_EQ(runs(Gate::kPerHead, 256, dtype), "chunk_fp32");
   }
-  EXPECT_EQ(form_for(Gate::kNone, 256, DType::kBF16).find(in_fp32), 0u) << line;
-  test::expect_refused(ErrorCode::kUnsupported, "bytes of shared memory in a block, the device has 101376",
-                       [&] { form_for(Gate::kPerChannel, 256, DType::kBF16); });
+  EXPECT_EQ(runs(Gate::kNone, 256, DType::kBF16), "chunk_fp32");
+  for (const char* name : {"chunk_16bit: needs ", "chunk_fp32: needs ", "the device has 101376"}) {
+    test::expect_refused(ErrorCode::kUnsupported, name, [&] { runs(Gate::kPerChannel, 256, DType::kBF16); });
+  }
+}
+
+// One kernel asks for the memory of one stage, of two, and of one again, and gets it each time. The stages show in no bit.
+TEST(CudaSharedMemory, OneKernelWithLessAndMore) {
+  if (cuda_devices().at(0).name != "emulator") GTEST_SKIP() << "a device has the shared memory that it has";
+  DeltaRuleSpec one = with_heads(spec_of(Gate::kPerHead, 130, 128, 20), 1, 1);
+  one.dtype = DType::kF16;
+  const DeltaRuleCase problem = draw(one, 21);
+  std::string line;
+  Context context = context_for("chunk_16bit");
+  context.verbose = true;
+  context.log_user = &line;
+  context.log = [](void* user, const char* text) { *static_cast<std::string*>(user) = text; };
+  const auto run = [&](const char* bytes, const std::string& stages) {
+    const EmulatedSharedMemory limit(bytes);
+    const DeltaRuleResults results = support::forward(problem, context, true);
+    EXPECT_NE(line.find(stages), std::string::npos) << line;
+    return results;
+  };
+  const DeltaRuleResults expected = run("101376", "stages 1");
+  expect_same_bits(run("232448", "stages 2"), expected, "two stages");
+  expect_same_bits(run("101376", "stages 1"), expected, "one stage again");
 }
 
 // Scratch memory -----------------------------------------------------------------------------------------------------

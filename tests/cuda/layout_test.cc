@@ -4,6 +4,8 @@
 #include <vector>
 
 #include "cuda/common/tensor.h"
+#include "cuda/delta_rule/chunk_16bit/config.h"
+#include "cuda/delta_rule/chunk_fp32/config.h"
 #include "cuda/delta_rule/device_problem.h"
 #include "support/tensor.h"
 
@@ -93,6 +95,50 @@ TEST(CudaLayout, OptionsOfAProblem) {
   problem.args.in.v.strides[1] += 2;
   EXPECT_FALSE(device_problem(problem).has_lower_bound);
   EXPECT_FALSE(device_problem(problem).qkv_vec4s);
+}
+
+// How the scans are cut, for devices that are not here: so many multiprocessors, so much shared memory in a block.
+constexpr int kHopper = 132;
+constexpr size_t kShared227 = 227 * 1024, kShared163 = 163 * 1024, kShared99 = 99 * 1024;
+
+std::string scan_of(int64_t heads, int K, int V, bool per_channel, size_t shared = kShared227) {
+  return chunk_16bit::scan_config({heads, K, V, per_channel}, kHopper, shared).text();
+}
+
+TEST(CudaConfig, Chunk16BitByHeads) {
+  // Few heads: narrow blocks fill the device. Many: wide warps share their operands.
+  EXPECT_EQ(scan_of(33, 128, 128, false), "K 128, columns 32, warps 4, stages 2");
+  EXPECT_EQ(scan_of(34, 128, 128, false), "K 128, columns 64, warps 8, stages 2");
+  EXPECT_EQ(scan_of(66, 128, 128, false), "K 128, columns 64, warps 8, stages 2");
+  EXPECT_EQ(scan_of(67, 128, 128, false), "K 128, columns 128, warps 8, stages 2");
+  EXPECT_EQ(scan_of(1000, 64, 128, true), "K 64, columns 128, warps 8, stages 2");
+}
+
+TEST(CudaConfig, Chunk16BitBySizes) {
+  EXPECT_EQ(scan_of(1000, 65, 32, false), "K 128, columns 32, warps 4, stages 2");
+  EXPECT_EQ(scan_of(1000, 64, 33, false), "K 64, columns 64, warps 8, stages 2");
+  EXPECT_EQ(scan_of(1000, 64, 64, false), "K 64, columns 64, warps 8, stages 2");
+  EXPECT_EQ(scan_of(1000, 64, 65, false), "K 64, columns 128, warps 8, stages 2");
+  // The state of 256 channels leaves no registers for two tiles of columns.
+  EXPECT_EQ(scan_of(1000, 129, 256, false), "K 256, columns 64, warps 8, stages 2");
+}
+
+TEST(CudaConfig, Chunk16BitByMemory) {
+  // The second stage goes first, the wide blocks with it: they are not worth one stage.
+  EXPECT_EQ(scan_of(1000, 256, 128, true), "K 256, columns 64, warps 8, stages 1");
+  EXPECT_EQ(scan_of(1000, 128, 128, true, kShared163), "K 128, columns 64, warps 8, stages 1");
+  EXPECT_EQ(scan_of(1000, 128, 128, false, kShared99), "K 128, columns 64, warps 8, stages 1");
+  EXPECT_EQ(scan_of(1000, 64, 128, false, kShared99), "K 64, columns 64, warps 8, stages 2");
+}
+
+TEST(CudaConfig, ChunkFp32) {
+  const auto scan = [](int64_t heads, int K, int V) {
+    return chunk_fp32::scan_config(heads, K, V, false, kHopper).text();
+  };
+  EXPECT_EQ(scan(64, 128, 128), "K 128, columns 64, warps 4, stages 2") << "128 blocks, one each";
+  EXPECT_EQ(scan(33, 128, 128), "K 128, columns 32, warps 2, stages 2") << "132 blocks of half the warps, one each";
+  EXPECT_EQ(scan(67, 64, 128), "K 64, columns 32, warps 2, stages 2") << "three of two warps are less than two of four";
+  EXPECT_EQ(scan(1, 200, 16), "K 256, columns 32, warps 2, stages 2");
 }
 
 }  // namespace

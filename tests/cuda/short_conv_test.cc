@@ -17,6 +17,24 @@ using support::DeviceGraph;
 using support::DeviceStream;
 using support::draw;
 
+// An input that is not a number reaches its own output and the W - 1 after it, through either activation.
+TEST(CudaShortConv, WhatIsNotANumberStays) {
+  for (Activation activation : {Activation::kNone, Activation::kSilu}) {
+    for (int64_t W : {4, 7}) {
+      const ShortConvSpec spec = spec_of(20, 6, W, activation);
+      ShortConvCase problem = draw(spec, 2);
+      const int64_t token = 5;
+      for (int64_t c = 0; c < spec.D; ++c) problem.x.set(token * spec.D + c, std::nan(""));
+      const Tensor y = support::forward(problem, context_for("direct")).y;
+      for (int64_t t = 0; t < spec.T; ++t) {
+        for (double value : slice(y, 1, t, t + 1).values()) {
+          EXPECT_EQ(std::isnan(value), t >= token && t < token + W) << "token " << t << ", " << describe(spec);
+        }
+      }
+    }
+  }
+}
+
 TEST(CudaShortConv, GraphReplaysWithOtherLengths) {
   ShortConvSpec spec = with_lengths(spec_of(0, 40), {30, 30, 15, 15});
   spec.dtype = DType::kBF16;

@@ -25,9 +25,17 @@ TttLinearSpec bf16_spec(int64_t T, int64_t D, int64_t H) {
   return spec;
 }
 
+// With a mini-batch that this forward takes.
+TttLinearSpec for_forward(const std::string& name, TttLinearSpec spec) {
+  spec.options.mini_batch = name == "chunk_tiles" ? 32 : 16;
+  return spec;
+}
+
 TEST(CudaTttLinear, GraphReplaysWithOtherLengths) {
-  expect_replays_with_other_lengths(draw(with_lengths(bf16_spec(0, 20, 2), {40, 40, 10, 10}), 1),
-                                    {{0, 40, 80, 90, 100}, {0, 0, 1, 99, 100}, {0, 16, 16, 48, 49}, {0, 0, 0, 0, 0}});
+  for (const char* name : {"chunk_chain", "chunk_tiles"}) {  // with the mini-batches of either
+    expect_replays_with_other_lengths(draw(with_lengths(for_forward(name, bf16_spec(0, 20, 2)), {40, 40, 10, 10}), 1),
+                                      {{0, 40, 80, 90, 100}, {0, 0, 1, 99, 100}, {0, 16, 16, 48, 49}, {0, 0, 0, 0, 0}});
+  }
 }
 
 // Each replay of a captured step advances the states once more, over the end of a mini-batch.
@@ -77,7 +85,7 @@ TEST(CudaTttLinear, SameBitsByStepsAfterAPrefill) {
   EXPECT_TRUE(support::same_bits(open.state_bias, whole.final_state_bias));
 }
 
-// Every tile shape of the chunk form, with rows that can be copied in pieces and rows that cannot.
+// Every shape of the chunk form's kernels, with rows that can be copied in pieces and rows that cannot.
 TEST(CudaTttLinear, ShapesOfTheChunkForm) {
   for (int32_t mini_batch : {16, 32, 64}) {
     for (int64_t D : {64, 128, 36, 100}) {
@@ -87,22 +95,59 @@ TEST(CudaTttLinear, ShapesOfTheChunkForm) {
       spec.options.mini_batch = mini_batch;
       const TttLinearCase problem = draw(spec, 4);
       const TttLinearResults expected = support::forward(support::in_double(problem), reference_context());
-      const TttLinearResults results = support::forward(problem, context_for("chunk"));
+      const std::string name = mini_batch == 16 ? "chunk_chain" : "chunk_tiles";
+      const TttLinearResults results = support::forward(problem, context_for(name));
+      EXPECT_EQ(results.implementation, name);
       expect_close(problem, results, expected);
     }
   }
 }
 
+TEST(CudaTttLinear, WhatTheChunkFormsDecline) {
+  const auto expect_declined = [](const std::string& name, const TttLinearSpec& spec, const std::string& reason) {
+    expect_refused(ErrorCode::kUnsupported, name + ": " + reason,
+                   [&] { support::forward(draw(spec, 12), context_for(name)); });
+  };
+  for (const char* name : {"chunk_chain", "chunk_tiles"}) {
+    expect_declined(name, for_forward(name, spec_of(20, 16)), "q, k and v must be bf16 or fp16");
+  }
+  TttLinearSpec spec = bf16_spec(20, 16, 1);
+  expect_declined("chunk_tiles", spec, "takes mini-batches of 32 or 64 tokens, got 16");
+  for (int32_t mini_batch : {32, 64}) {
+    spec.options.mini_batch = mini_batch;
+    expect_declined("chunk_chain", spec, "takes mini-batches of 16 tokens, got " + std::to_string(mini_batch));
+  }
+}
+
 // Inner gradients beyond the range of fp16: a state of 0 makes the variance of every z that of eps alone.
 TEST(CudaTttLinear, LargeGradientsInFp16) {
-  TttLinearSpec spec = spec_of(33, 20, 1);
-  spec.dtype = DType::kF16;
-  spec.initial_state = spec.initial_state_bias = false;
-  spec.options.eps = 1e-9;
-  TttLinearCase problem = draw(spec, 5);
-  for (int64_t i = 0; i < problem.eta.size(); ++i) problem.eta.set(i, 0.1 * problem.eta[i]);
-  const TttLinearResults expected = support::forward(support::in_double(problem), reference_context());
-  expect_close(problem, support::forward(problem, context_for("chunk")), expected);
+  for (const char* name : {"chunk_chain", "chunk_tiles"}) {
+    TttLinearSpec spec = for_forward(name, spec_of(33, 20, 1));
+    spec.dtype = DType::kF16;
+    spec.initial_state = spec.initial_state_bias = false;
+    spec.options.eps = 1e-9;
+    TttLinearCase problem = draw(spec, 5);
+    for (int64_t i = 0; i < problem.eta.size(); ++i) problem.eta.set(i, 0.1 * problem.eta[i]);
+    const TttLinearResults expected = support::forward(support::in_double(problem), reference_context());
+    expect_close(problem, support::forward(problem, context_for(name)), expected);
+  }
+}
+
+// An input that is not a number makes its own output, and those of later mini-batches, none either.
+TEST(CudaTttLinear, WhatIsNotANumberStays) {
+  constexpr int64_t kToken = 5;
+  for (const std::string& name : implementations(Mode::kForward)) {
+    for (auto tensor : {&TttLinearCase::k, &TttLinearCase::v, &TttLinearCase::eta}) {
+      TttLinearCase problem = draw(for_forward(name, bf16_spec(70, 20, 1)), 13);
+      const int64_t width = (problem.*tensor).size() / problem.spec.T;
+      for (int64_t i = 0; i < width; ++i) (problem.*tensor).set(kToken * width + i, std::nan(""));
+      const TttLinearResults results = support::forward(problem, context_for(name));
+      const bool moves_state = tensor != &TttLinearCase::eta;  // the last token's step size alone does
+      for (double value : slice(results.o, 1, kToken, kToken + 1).values()) EXPECT_TRUE(std::isnan(value)) << name;
+      for (double value : slice(results.o, 1, 69, 70).values()) EXPECT_EQ(std::isnan(value), moves_state) << name;
+      for (double value : results.final_state.values()) EXPECT_EQ(std::isnan(value), moves_state) << name;
+    }
+  }
 }
 
 // More (sequence, head) pairs than blocks run at once, many of the sequences empty.
@@ -112,7 +157,11 @@ TEST(CudaTttLinear, ThousandsOfSequences) {
   for (int n = 0; n < (reduced() ? 300 : 1000); ++n) {
     lengths.push_back(dice.chance(30) ? 0 : dice.chance(5) ? dice.between(17, 40) : dice.between(1, 4));
   }
-  check(Mode::kForward, draw(with_lengths(bf16_spec(0, 12, 1), lengths), 6));
+  for (int32_t mini_batch : {16, 32}) {
+    TttLinearSpec spec = with_lengths(bf16_spec(0, 12, 1), lengths);
+    spec.options.mini_batch = mini_batch;
+    check(Mode::kForward, draw(spec, 6));
+  }
   check(Mode::kStep, draw(with_lengths(bf16_spec(0, 12, 1), lengths), 7));
 }
 
@@ -128,7 +177,9 @@ TEST(CudaTttLinear, MoreThan65535SequencesOrHeads) {
 }
 
 TEST(CudaTttLinear, MalformedOffsetsStayInside) {
-  expect_malformed_offsets_stay_inside(draw(with_lengths(bf16_spec(0, 16, 1), {20, 20, 29}), 8));
+  for (const char* name : {"chunk_chain", "chunk_tiles"}) {
+    expect_malformed_offsets_stay_inside(draw(with_lengths(for_forward(name, bf16_spec(0, 16, 1)), {20, 20, 29}), 8));
+  }
 }
 
 // A slot that does not exist is skipped like -1, a count outside the mini-batch is clamped to it.

@@ -62,6 +62,49 @@ TEST_P(Contract, SameBitsBeforeWhatIsNotANumber) {
   }
 }
 
+// A gate that is not a number is no decay of 0: it reaches the outputs of its head from its token on, and the final
+// state. It reaches no other head, and no token before it; on a device, where a chunk is one product, no earlier chunk.
+void expect_gate_arrives(Mode mode, const DeltaRuleCase& problem, int64_t token) {
+  const DeltaRuleSpec& spec = problem.spec;
+  const int64_t head = spec.HV - 1, gates = problem.g.size() / (spec.T * spec.HV);
+  DeltaRuleCase changed = problem;
+  changed.g.set((token * spec.HV + head) * gates + gates / 2, std::nan(""));
+  const int64_t reach = device().type == DeviceType::kCpu ? 1 : 64;
+  for (const std::string& name : and_automatic(implementations(mode))) {
+    const auto expected = unless_declined(mode, name, [&] { return support::run(mode, problem, context_for(name)); });
+    if (!expected) continue;
+    const DeltaRuleResults results = support::run(mode, changed, context_for(name));
+    int64_t lost = 0, strayed = 0;
+    const auto count = [&](const Tensor& x, const Tensor& before, int64_t i, bool reached, bool spared) {
+      if (reached && !std::isnan(x[i])) ++lost;
+      if (spared && x[i] != before[i]) ++strayed;
+    };
+    for (int64_t i = 0; i < results.o.size(); ++i) {
+      const int64_t t = i / (spec.HV * spec.V), h = i / spec.V % spec.HV;
+      count(results.o, expected->o, i, h == head && t >= token, h != head || t < token / reach * reach);
+    }
+    for (int64_t i = 0; i < results.final_state.size(); ++i) {
+      const int64_t h = i / (spec.K * spec.V) % spec.HV;
+      count(results.final_state, expected->final_state, i, h == head, h != head);
+    }
+    EXPECT_EQ(lost, 0) << name_of(mode) << " " << results.implementation << ", token " << token << " "
+                       << describe(spec);
+    EXPECT_EQ(strayed, 0) << name_of(mode) << " " << results.implementation << ", token " << token << " "
+                          << describe(spec);
+  }
+}
+
+TEST_P(Contract, AGateThatIsNotANumberArrives) {
+  if (GetParam() == Gate::kNone) GTEST_SKIP() << "no gate";
+  for (const DeltaRuleSpec& spec : specs(GetParam(), 140)) {
+    for (int64_t token : first<int64_t>({70, 25, 127, 64}, 2)) {
+      const DeltaRuleCase problem = draw(spec, 87);
+      expect_gate_arrives(Mode::kForward, problem, token);
+      expect_gate_arrives(Mode::kStep, problem, token);
+    }
+  }
+}
+
 TEST_P(Contract, SameBitsFromChunkStates) {
   for (const DeltaRuleSpec& spec : specs(GetParam(), 200)) {
     expect_same_from_chunk_states(draw(spec, 84), spec.options.chunk_size);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -29,14 +30,16 @@ Choice<Toy> choose_toy(const Toy& problem, const std::string& name = "") {
   return choose<Toy>("toy", list, problem, name);
 }
 
-ErrorCode code_of(const Toy& problem, const std::string& name, std::string& message) {
+// call() fails with this code and message.
+template <class Call>
+void expect_error(const Call& call, ErrorCode code, const std::string& message) {
   try {
-    choose_toy(problem, name);
+    call();
+    ADD_FAILURE() << "accepted; expected: " << message;
   } catch (const Error& error) {
-    message = error.what();
-    return error.code();
+    EXPECT_EQ(error.code(), code);
+    EXPECT_EQ(std::string(error.what()), message);
   }
-  return {};
 }
 
 TEST(Dispatch, FirstWorthwhile) {
@@ -58,19 +61,92 @@ TEST(Dispatch, FallsBackToTheFirstThatTakesIt) {
 }
 
 TEST(Dispatch, NobodyTakesIt) {
-  std::string message;
-  EXPECT_EQ(code_of({{"a", "b", "c"}, {true, true, true}}, "", message), ErrorCode::kUnsupported);
-  EXPECT_EQ(message, "toy: no implementation takes this problem: fast: a; plain: b; last: c");
+  expect_error(
+      [] {
+        choose_toy({{"a", "b", "c"}, {true, true, true}});
+      },
+      ErrorCode::kUnsupported, "toy: no implementation takes this problem: fast: a; plain: b; last: c");
 }
 
 TEST(Dispatch, ByName) {
   const Toy problem{{"needs K = 64", "", ""}, {true, false, true}};
   EXPECT_STREQ(choose_toy(problem, "plain").implementation->name, "plain");
-  std::string message;
-  EXPECT_EQ(code_of(problem, "fast", message), ErrorCode::kUnsupported);
-  EXPECT_EQ(message, "toy: fast: needs K = 64");
-  EXPECT_EQ(code_of(problem, "slow", message), ErrorCode::kInvalidArgument);
-  EXPECT_EQ(message, "implementation: expected one of fast, plain, last, got \"slow\"");
+  expect_error([&] { choose_toy(problem, "fast"); }, ErrorCode::kUnsupported, "toy: fast: needs K = 64");
+  expect_error([&] { choose_toy(problem, "slow"); }, ErrorCode::kInvalidArgument,
+               "implementation: expected one of fast, plain, last, got \"slow\"");
+}
+
+// A list in which "chunk" is a form of two entries, and of which one entry begins with another one's name.
+Choice<Toy> choose_form(const Toy& problem, const std::string& name) {
+  static const Implementation<Toy> list[] = {toy<0>("chunk_narrow"), toy<1>("chunk_wide"), toy<2>("chunky")};
+  return choose<Toy>("toy", list, problem, name);
+}
+
+TEST(Dispatch, AFormIsTheFirstOfItsEntriesThatTakesIt) {
+  // Nobody is asked whether it is worthwhile.
+  auto choice = choose_form({{"", "", ""}, {false, true, true}}, "chunk");
+  EXPECT_STREQ(choice.implementation->name, "chunk_narrow");
+  EXPECT_EQ(choice.passed_over, "");
+  choice = choose_form({{"needs K = 64", "", ""}, {true, false, true}}, "chunk");
+  EXPECT_STREQ(choice.implementation->name, "chunk_wide");
+  EXPECT_EQ(choice.passed_over, "chunk_narrow: needs K = 64");
+}
+
+TEST(Dispatch, AFormThatNoneOfItsEntriesTakes) {
+  // The last entry would take it, but is of another form.
+  expect_error(
+      [] {
+        choose_form({{"a", "b", ""}, {true, true, true}}, "chunk");
+      },
+      ErrorCode::kUnsupported, "toy: no chunk takes this problem: chunk_narrow: a; chunk_wide: b");
+}
+
+TEST(Dispatch, AnEntryIsNotReplacedByItsForm) {
+  const Toy problem{{"a", "", ""}, {true, true, true}};
+  expect_error([&] { choose_form(problem, "chunk_narrow"); }, ErrorCode::kUnsupported, "toy: chunk_narrow: a");
+  EXPECT_STREQ(choose_form(problem, "chunk_wide").implementation->name, "chunk_wide");
+  EXPECT_EQ(choose_form(problem, "chunk_wide").passed_over, "");
+  // An entry of exactly this name goes before entries of the form.
+  static const Implementation<Toy> list[] = {toy<0>("chunk_narrow"), toy<1>("chunk"), toy<2>("last")};
+  EXPECT_STREQ(choose<Toy>("toy", list, {{"", "", ""}, {true, true, true}}, "chunk").implementation->name, "chunk");
+  expect_error(
+      [&] {
+        choose<Toy>("toy", list, {{"", "b", ""}, {true, true, true}}, "chunk");
+      },
+      ErrorCode::kUnsupported, "toy: chunk: b");
+}
+
+TEST(Dispatch, PartsOfNamesAreNoForms) {
+  const std::string known = "implementation: expected one of chunk_narrow, chunk_wide, chunky, got \"";
+  for (const std::string name : {"chun", "chunk_", "chunk_n", "narrow", "_"}) {
+    expect_error(
+        [&] {
+          choose_form({{"", "", ""}, {true, true, true}}, name);
+        },
+        ErrorCode::kInvalidArgument, known + name + "\"");
+  }
+}
+
+// One line with what ran, how it cut the problem, and who was passed over.
+TEST(Dispatch, VerboseNamesTheConfig) {
+  Implementation<Toy> list[] = {toy<0>("chunk_narrow"), toy<1>("chunk_wide")};
+  list[1].config = [](const Toy&) { return std::string("columns 64"); };
+  const std::span<const Implementation<Toy>> entries = list;
+  std::string line;
+  Context context;
+  context.verbose = true;
+  context.log_user = &line;
+  context.log = [](void* user, const char* text) { *static_cast<std::string*>(user) = text; };
+  const auto describe = [](const Toy&) { return std::string("T=1"); };
+  for (const char* name : {"", "chunk"}) {
+    context.implementation = name;
+    const Toy problem{{"a", "", ""}, {true, true, true}};
+    EXPECT_EQ(dispatch<Toy>("toy", context, entries, problem, true, describe), "chunk_wide");
+    EXPECT_EQ(line, "fastweight: toy T=1: ran chunk_wide {columns 64} (chunk_narrow: a)");
+  }
+  context.implementation = "chunk_narrow";
+  dispatch<Toy>("toy", context, entries, {{"", "", ""}, {true, true, true}}, true, describe);
+  EXPECT_EQ(line, "fastweight: toy T=1: ran chunk_narrow");
 }
 
 TEST(DeltaRuleImplementations, ListsEndWithTheReference) {
@@ -129,7 +205,7 @@ TEST_F(SmallForward, WorkspaceThatIsRefused) {
   context.workspace.allocate = [](void*, size_t) -> void* { return nullptr; };
   context.workspace.release = [](void*, void*, size_t) {};
   for (const ImplementationInfo& info : delta_rule_implementations()) {
-    if (info.mode != "forward") continue;
+    if (info.mode != "forward" || info.device != "cpu") continue;
     SCOPED_TRACE(info.name);
     context.implementation = info.name;
     try {

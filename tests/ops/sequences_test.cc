@@ -43,6 +43,7 @@ void check_packed(DType dtype) {
   expect_sequence(table[3], 3, 0, 33, 1, 3);
   expect_sequence(table[4], 4, 0, 34, 0, 4);
   EXPECT_EQ(delta_rule_num_chunks(34, cu_seqlens, 16), 4);
+  EXPECT_EQ(count_chunks(34, cu_seqlens, 16), 4);
 }
 
 TEST(SequenceTable, PackedInt32) { check_packed<int32_t>(DType::kI32); }
@@ -56,6 +57,14 @@ TEST(SequenceTable, StridedOffsets) {
   ASSERT_EQ(table.size(), 2u);
   expect_sequence(table[0], 0, 0, 0, 5, 0);
   expect_sequence(table[1], 1, 0, 5, 4, 1);
+}
+
+// Lengths in device memory are not read: every sequence may end in a chunk of its own, but none is without tokens.
+TEST(SequenceTable, ChunksOfLengthsOnADevice) {
+  TensorView cu_seqlens = TensorView::dense(static_cast<const int32_t*>(nullptr), DType::kI32, {6});
+  cu_seqlens.device = {DeviceType::kCuda, 0};
+  EXPECT_EQ(count_chunks(34, cu_seqlens, 16), 7);
+  EXPECT_EQ(count_chunks(3, cu_seqlens, 16), 3);
 }
 
 }  // namespace

@@ -1,10 +1,21 @@
+import os
+
 import pytest
-import torch
+
+import onednn
+
+
+def pytest_configure():
+    """Before a module here imports PyTorch. The workers of pytest-xdist inherit what the first process has set."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        onednn.avoid_broken_amx()
 
 
 @pytest.fixture(autouse=True)
 def _surroundings():
     """A seed; and one thread: the problems are small, and PyTorch's threads wait for each other on a busy machine."""
+    import torch
+
     torch.manual_seed(20240817)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -22,6 +22,8 @@ def test_build():
         cpu = info["implementations"][family]["cpu"]
         assert all(cpu[mode][-1] == "reference" for mode in ("forward", "backward", "step"))
         assert "cpu" in _info.devices(family, "backward")
+    for block in ("chunk_local_cumsum", "solve_tril", "l2norm", "gate_activation"):
+        assert info["implementations"][block]["cpu"]["forward"][-1] == "reference"
     info["implementations"].clear()
     assert fastweight.info()["implementations"]  # the caller's copy
 

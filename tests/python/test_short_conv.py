@@ -122,7 +122,7 @@ def test_operator_registration():
     x, weight, bias, _, state = draw(2, 5, 8, 4, torch.float32)
     operator = torch.ops.fastweight.short_conv_differentiable.default
     torch.library.opcheck(operator, (x, weight, bias, state, None, 1, None, True))
-    arguments = (state.detach().clone(), None, x.detach(), weight.detach(), None, None, None, 1, None)
+    arguments = (None, state.detach().clone(), None, x.detach(), weight.detach(), None, None, None, 1)
     torch.library.opcheck(torch.ops.fastweight.short_conv_step.default, arguments)
 
 

@@ -106,13 +106,17 @@ class TttLinearGrid : public GridOf<TttLinearCase> {
   void add_types() {
     for (DType dtype : {DType::kBF16, DType::kF16}) {
       for (DType parameter_dtype : {DType::kF32, dtype}) {
-        for (int64_t T : first<int64_t>({63, 19, 300}, 2)) {
+        for (int32_t mini_batch : {16, 64}) {
           const std::string types = std::string(name_of(dtype)) + "_" + name_of(parameter_dtype);
-          TttLinearSpec spec = spec_of(T, 60, 2);
+          TttLinearSpec spec = spec_of(0, 60, 2);
           spec.dtype = dtype;
           spec.parameter_dtype = parameter_dtype;
-          add(types, spec, {double(T)});
-          if (T == 63) add(types + "_packed", with_lengths(spec, {5, 0, 64, 1, 33}));
+          spec.options.mini_batch = mini_batch;
+          add(types + "_packed", with_lengths(spec, {5, 0, 64, 1, 33}), {double(mini_batch)});
+          for (int64_t T : first<int64_t>({63, 19, 300}, 2)) {
+            spec.T = T;
+            add(types, spec, {double(T), double(mini_batch)});
+          }
         }
       }
     }

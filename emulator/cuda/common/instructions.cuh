@@ -251,6 +251,8 @@ void arrive_at_named_barrier(int threads) {
   emulator::arrive_at_named_barrier(kId, threads);
 }
 
+inline float max_or_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b); }
+
 inline float exp2_approx(float x) {
   const float y = std::exp2(x);
   return y < 1.17549435e-38f ? 0.0f : y;

@@ -23,7 +23,7 @@ namespace fastweight::cpu::HWY_NAMESPACE {
 namespace blocks {
 
 using cpu::blocks::Chunk;
-using cpu::blocks::chunk_table;
+using cpu::blocks::chunks_of;
 using cpu::blocks::kRowsPerItem;
 
 HWY_INLINE int64_t padded_width(int64_t width) { return round_up(width, kRowMultiple); }

@@ -35,7 +35,7 @@ void chunk_local_cumsum(const BlockProblem<ChunkLocalCumsum>& problem, const Con
   const BlockSizes& sizes = problem.sizes;
   const int64_t width = x.shape[3];
   const HeadBlocks heads(x.shape[2], width, kElementsPerItem);
-  const auto chunks = chunk_table(sizes.batch, sizes.tokens, args.cu_seqlens, sizes.chunk_size);
+  const auto chunks = chunks_of(problem);
   for_each_item(static_cast<int64_t>(chunks.size()) * heads.count(), sizes.batch * sizes.tokens * heads.heads * width,
                 context, CumsumScratch{heads.ld, heads.size}, [&](int64_t item, const CumsumScratch& s) HWY_ATTR {
                   const Chunk& chunk = chunks[static_cast<size_t>(item / heads.count())];

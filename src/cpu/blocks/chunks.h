@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/blocks_problem.h"
 #include "core/sequences.h"
-#include "fastweight/tensor.h"
 
 namespace fastweight::cpu::blocks {
 
@@ -15,10 +15,9 @@ struct Chunk {
   int64_t batch, begin, length;
 };
 
-inline std::vector<Chunk> chunk_table(int64_t batch, int64_t tokens, const TensorView& cu_seqlens, int64_t chunk_size) {
+inline std::vector<Chunk> chunk_table(const std::vector<Sequence>& sequences, int64_t chunk_size) {
   std::vector<Chunk> table;
-  if (tokens == 0) return table;  // however many sequences there are
-  for (const Sequence& sequence : sequence_table(batch, tokens, cu_seqlens, static_cast<int32_t>(chunk_size))) {
+  for (const Sequence& sequence : sequences) {
     for (int64_t i = 0; i < sequence.length; i += chunk_size) {
       table.push_back({sequence.batch, sequence.begin + i, std::min(chunk_size, sequence.length - i)});
     }
@@ -26,7 +25,13 @@ inline std::vector<Chunk> chunk_table(int64_t batch, int64_t tokens, const Tenso
   return table;
 }
 
-// Where gates are not summed, sequences do not matter and the cut is one of convenience.
+// Where gates are not summed, and for the rows of a norm, there are no chunks and the cut is one of convenience.
 inline constexpr int64_t kRowsPerItem = 64;
+
+template <class Args>
+std::vector<Chunk> chunks_of(const BlockProblem<Args>& problem) {
+  const int64_t chunk_size = problem.sizes.chunk_size;
+  return chunk_table(problem.sequences, chunk_size == 0 ? kRowsPerItem : chunk_size);
+}
 
 }  // namespace fastweight::cpu::blocks

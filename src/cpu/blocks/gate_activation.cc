@@ -1,6 +1,6 @@
 // The gate activations with their chunk-local sum, and the way back.
 //
-// A work item of the backward is a run of chunks of at least kTokensPerSum tokens. It leaves the sums of its tokens'
+// An item of the backward is a run of chunks of at least kTokensPerSum tokens. It leaves the sums of its tokens'
 // gradients of A_log and dt_bias, one per column and in fp64, in the workspace; a last loop adds these in order. The
 // cut depends on the lengths of the sequences alone.
 #include <vector>
@@ -57,11 +57,6 @@ HWY_INLINE void load_parameters(const GateActivationInputs& in, Gate gate, int64
       if (in.dt_bias.present()) bias[d] = static_cast<float>(load_element(in.dt_bias, h * width + d));
     }
   }
-}
-
-std::vector<Chunk> chunks_of(const BlockSizes& sizes, const TensorView& cu_seqlens) {
-  if (sizes.chunk_size == 0) return chunk_table(sizes.batch, sizes.tokens, {}, kRowsPerItem);
-  return chunk_table(sizes.batch, sizes.tokens, cu_seqlens, sizes.chunk_size);
 }
 
 // Runs of chunks with kTokensPerSum tokens or a few more: where they end in the table.
@@ -137,7 +132,7 @@ void gate_activation_forward(const BlockProblem<GateActivationForward>& problem,
   const HeadBlocks heads(x.shape[2], width, kElementsPerItem);
   const bool summed = args.options.chunk_size != 0, bounded = std::isfinite(args.options.lower_bound);
   const float bound = bounded ? static_cast<float>(args.options.lower_bound) : 0.0f;
-  const auto chunks = chunks_of(problem.sizes, args.in.cu_seqlens);
+  const auto chunks = chunks_of(problem);
   const int64_t cost = kActivationCost * problem.sizes.batch * problem.sizes.tokens * heads.heads * width;
   for_each_item(static_cast<int64_t>(chunks.size()) * heads.count(), cost, context, GateScratch{heads.ld, heads.size},
                 [&](int64_t item, const GateScratch& s) HWY_ATTR {
@@ -165,7 +160,7 @@ void gate_activation_backward(const BlockProblem<GateActivationBackward>& proble
   const GateActivationBackward& args = problem.args;
   const int64_t width = args.in.x.shape[3];
   const HeadBlocks heads(args.in.x.shape[2], width, kElementsPerItem);
-  const auto chunks = chunks_of(problem.sizes, args.in.cu_seqlens);
+  const auto chunks = chunks_of(problem);
   const auto ends = ends_of_runs(chunks);
   const int64_t runs = static_cast<int64_t>(ends.size()), columns = heads.heads * width;
   const int64_t cost = 2 * kActivationCost * problem.sizes.batch * problem.sizes.tokens * columns;

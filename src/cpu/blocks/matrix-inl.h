@@ -84,8 +84,8 @@ HWY_NOINLINE inline void to_columns(const float* x, int64_t rows, int64_t ld, fl
   transpose(x, ld, rows, ld, columns, kMatrix);
 }
 
-// dA = -slower(P J^T), of whose P the lower part counts. `columns` is scratch memory for J^T.
-HWY_NOINLINE inline void inverse_adjoint(const float* J, int64_t rows, const float* P, float* columns, float* dA) {
+// dA = -slower(Z J^T), Z = J^T dJ, of which the lower part counts. `columns` is scratch memory for J^T.
+HWY_NOINLINE inline void inverse_adjoint(const float* J, int64_t rows, const float* Z, float* columns, float* dA) {
   transpose(J, kMatrix, rows, rows, columns, kMatrix);
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t j = 0; j < rows; j += kLanes) {
@@ -98,7 +98,7 @@ HWY_NOINLINE inline void inverse_adjoint(const float* J, int64_t rows, const flo
     product<MatrixRows, Start::kZero>({.rows = end - top,
                                        .columns = end,
                                        .depth = end,
-                                       .a = P + top * kMatrix,
+                                       .a = Z + top * kMatrix,
                                        .b = columns,
                                        .b_stride = kMatrix,
                                        .c_in = dA + top * kMatrix,

@@ -1,6 +1,6 @@
 // The building blocks in double precision, as their definitions read.
 //
-// One work item is one chunk and one q/k head with its group of value heads, so that dk is summed over the group in a
+// An item is one chunk and one q/k head with its group of value heads, so that dk is summed over the group in a
 // fixed order. A gate per head is a gate per channel with equal channels, whose gradient is the sum over the channels.
 #include "cpu/reference.h"
 
@@ -33,15 +33,13 @@ void for_each_chunk(const std::vector<Chunk>& chunks, int64_t heads, int64_t dou
   });
 }
 
-template <class Args>
-std::vector<Chunk> chunks_of(const BlockProblem<Args>& problem, const TensorView& cu_seqlens) {
-  return chunk_table(problem.sizes.batch, problem.sizes.tokens, cu_seqlens, problem.sizes.chunk_size);
-}
+// The rows of a norm, in pieces.
+std::vector<Chunk> row_table(int64_t rows) { return chunk_table({{0, 0, 0, rows, 0}}, kRowsPerItem); }
 
-// Hands out pieces of an item's scratch memory.
-class Rows {
+// Hands out the rows and matrices of an item's scratch memory.
+class ScratchRows {
  public:
-  explicit Rows(double* memory) : next_(memory) {}
+  explicit ScratchRows(double* memory) : next_(memory) {}
   double* take(int64_t count) {
     double* const taken = next_;
     next_ += count;
@@ -138,11 +136,6 @@ GateColumns columns_of(const BlockProblem<Args>& problem) {
   return {problem.args.in, problem.args.options, problem.sizes.gate == Gate::kPerChannel, problem.args.in.x.shape[3]};
 }
 
-std::vector<Chunk> gate_chunks(const BlockSizes& sizes, const TensorView& cu_seqlens) {
-  if (sizes.chunk_size == 0) return chunk_table(sizes.batch, sizes.tokens, {}, kRowsPerItem);
-  return chunk_table(sizes.batch, sizes.tokens, cu_seqlens, sizes.chunk_size);
-}
-
 // The key Gram matrix -------------------------------------------------------------------------------------------------
 
 // exp(gamma_i - gamma_j) as [K], from gamma [C, K].
@@ -157,7 +150,7 @@ void load_decay(const BlockSizes& sizes, const double* gamma, int64_t i, int64_t
 void reference(const BlockProblem<ChunkLocalCumsum>& problem, const Context& context) {
   const ChunkLocalCumsum& args = problem.args;
   const int64_t width = args.x.shape[3];
-  for_each_chunk(chunks_of(problem, args.cu_seqlens), args.x.shape[2], 2 * width, context,
+  for_each_chunk(chunks_of(problem), args.x.shape[2], 2 * width, context,
                  [&](const Chunk& chunk, int64_t h, double* scratch) {
                    double *row = scratch, *sum = scratch + width;
                    fill(sum, width, 0);
@@ -174,9 +167,9 @@ void reference(const BlockProblem<ScaledDotKktForward>& problem, const Context& 
   const BlockSizes& sizes = problem.sizes;
   const ScaledDotKktForward& args = problem.args;
   const int64_t C = sizes.chunk_size, K = sizes.head_dim_k;
-  for_each_chunk(chunks_of(problem, args.in.cu_seqlens), sizes.num_heads, 2 * C * K + C * C + C + K, context,
+  for_each_chunk(chunks_of(problem), sizes.num_heads, 2 * C * K + C * C + C + K, context,
                  [&](const Chunk& chunk, int64_t head, double* scratch) {
-                   Rows rows(scratch);
+                   ScratchRows rows(scratch);
                    double *k = rows.take(C * K), *gamma = rows.take(C * K), *A = rows.take(C * C), *beta = rows.take(C);
                    double* decay = rows.take(K);
                    load_chunk(args.in.k, chunk, head, K, 0, k);
@@ -202,9 +195,9 @@ void reference(const BlockProblem<ScaledDotKktBackward>& problem, const Context&
   const ScaledDotKktBackward& args = problem.args;
   const int64_t C = sizes.chunk_size, K = sizes.head_dim_k;
   for_each_chunk(
-      chunks_of(problem, args.in.cu_seqlens), sizes.num_heads, 5 * C * K + C * C + 2 * C + K, context,
+      chunks_of(problem), sizes.num_heads, 5 * C * K + C * C + 2 * C + K, context,
       [&](const Chunk& chunk, int64_t head, double* scratch) {
-        Rows rows(scratch);
+        ScratchRows rows(scratch);
         double *k = rows.take(C * K), *gamma = rows.take(C * K), *dA = rows.take(C * C), *beta = rows.take(C);
         double *reads = rows.take(C * K), *writes = rows.take(C * K);  // k's gradient as row and as column of A
         double *dk = rows.take(C * K), *dbeta = rows.take(C), *decay = rows.take(K);
@@ -220,9 +213,9 @@ void reference(const BlockProblem<ScaledDotKktBackward>& problem, const Context&
             for (int64_t j = 0; j < i; ++j) {
               load_decay(sizes, gamma, i, j, decay);
               for (int64_t d = 0; d < K; ++d) {
-                const double e = dA[i * C + j] * decay[d];
-                reads[i * K + d] += e * k[j * K + d];
-                writes[j * K + d] += e * beta[i] * k[i * K + d];
+                const double E = dA[i * C + j] * decay[d];
+                reads[i * K + d] += E * k[j * K + d];
+                writes[j * K + d] += E * beta[i] * k[i * K + d];
               }
             }
           }
@@ -244,7 +237,7 @@ void reference(const BlockProblem<ScaledDotKktBackward>& problem, const Context&
 void reference(const BlockProblem<SolveTrilForward>& problem, const Context& context) {
   const SolveTrilForward& args = problem.args;
   const int64_t C = problem.sizes.chunk_size;
-  for_each_chunk(chunks_of(problem, args.cu_seqlens), problem.sizes.num_value_heads, 2 * C * C, context,
+  for_each_chunk(chunks_of(problem), problem.sizes.num_value_heads, 2 * C * C, context,
                  [&](const Chunk& chunk, int64_t h, double* scratch) {
                    double *A = scratch, *J = scratch + C * C;
                    load_lower(args.a, chunk, h, false, A);
@@ -260,20 +253,19 @@ void reference(const BlockProblem<SolveTrilForward>& problem, const Context& con
 void reference(const BlockProblem<SolveTrilBackward>& problem, const Context& context) {
   const SolveTrilBackward& args = problem.args;
   const int64_t C = problem.sizes.chunk_size;
-  for_each_chunk(chunks_of(problem, args.cu_seqlens), problem.sizes.num_value_heads, 4 * C * C, context,
+  for_each_chunk(chunks_of(problem), problem.sizes.num_value_heads, 4 * C * C, context,
                  [&](const Chunk& chunk, int64_t h, double* scratch) {
-                   Rows rows(scratch);
-                   double *J = rows.take(C * C), *dJ = rows.take(C * C), *left = rows.take(C * C),
-                          *dA = rows.take(C * C);
+                   ScratchRows rows(scratch);
+                   double *J = rows.take(C * C), *dJ = rows.take(C * C), *Z = rows.take(C * C), *dA = rows.take(C * C);
                    load_lower(args.j, chunk, h, true, J);
                    load_lower(args.dj, chunk, h, false, dJ);
-                   fill(left, C * C, 0);
+                   fill(Z, C * C, 0);
                    fill(dA, C * C, 0);
-                   for (int64_t i = 0; i < chunk.length; ++i) {  // left = J^T dJ
-                     for (int64_t m = i; m < chunk.length; ++m) add_scaled(J[m * C + i], dJ + m * C, C, left + i * C);
+                   for (int64_t i = 0; i < chunk.length; ++i) {  // Z = J^T dJ
+                     for (int64_t m = i; m < chunk.length; ++m) add_scaled(J[m * C + i], dJ + m * C, C, Z + i * C);
                    }
                    for (int64_t i = 0; i < chunk.length; ++i) {
-                     for (int64_t j = 0; j < i; ++j) dA[i * C + j] = -dot(left + i * C, J + j * C, j + 1);
+                     for (int64_t j = 0; j < i; ++j) dA[i * C + j] = -dot(Z + i * C, J + j * C, j + 1);
                    }
                    store_chunk(args.da, chunk, h, C, dA);
                  });
@@ -283,9 +275,9 @@ void reference(const BlockProblem<WyForward>& problem, const Context& context) {
   const BlockSizes& sizes = problem.sizes;
   const WyForward& args = problem.args;
   const int64_t C = sizes.chunk_size, K = sizes.head_dim_k, V = sizes.head_dim_v, M = std::max(K, V);
-  for_each_chunk(chunks_of(problem, args.in.cu_seqlens), sizes.num_heads, C * (2 * K + V + M + C + 1), context,
+  for_each_chunk(chunks_of(problem), sizes.num_heads, C * (2 * K + V + M + C + 1), context,
                  [&](const Chunk& chunk, int64_t head, double* scratch) {
-                   Rows rows(scratch);
+                   ScratchRows rows(scratch);
                    double *k = rows.take(C * K), *gamma = rows.take(C * K), *v = rows.take(C * V);
                    double *product = rows.take(C * M), *J = rows.take(C * C), *beta = rows.take(C);
                    const auto times_J = [&](const double* x, int64_t width) {
@@ -318,19 +310,19 @@ void reference(const BlockProblem<WyBackward>& problem, const Context& context) 
   const BlockSizes& sizes = problem.sizes;
   const WyBackward& args = problem.args;
   const int64_t C = sizes.chunk_size, K = sizes.head_dim_k, V = sizes.head_dim_v;
-  for_each_chunk(chunks_of(problem, args.in.cu_seqlens), sizes.num_heads, C * (5 * K + 3 * V + 3 * C + 2), context,
+  for_each_chunk(chunks_of(problem), sizes.num_heads, C * (5 * K + 3 * V + 3 * C + 2), context,
                  [&](const Chunk& chunk, int64_t head, double* scratch) {
-                   Rows rows(scratch);
-                   double *k = rows.take(C * K), *dk = rows.take(C * K), *e = rows.take(C * K);  // e = exp(gamma) * k
+                   ScratchRows rows(scratch);
+                   double *k = rows.take(C * K), *dk = rows.take(C * K), *read = rows.take(C * K);  // exp(gamma) * k
                    double *dW = rows.take(C * K), *X = rows.take(C * K);
                    double *v = rows.take(C * V), *dU = rows.take(C * V), *Y = rows.take(C * V);
-                   double *J = rows.take(C * C), *P = rows.take(C * C), *dA = rows.take(C * C);
+                   double *J = rows.take(C * C), *Z = rows.take(C * C), *dA = rows.take(C * C);
                    double *beta = rows.take(C), *dbeta = rows.take(C);
                    load_chunk(args.in.k, chunk, head, K, 0, k);
                    fill(dk, C * K, 0);
                    for (int64_t h = head * sizes.group; h < (head + 1) * sizes.group; ++h) {
                      load_numbers(args.in.beta, chunk, h, 1, beta);
-                     load_gamma(args.in.gamma, chunk, h, sizes, e);
+                     load_gamma(args.in.gamma, chunk, h, sizes, read);
                      load_lower(args.in.j, chunk, h, true, J);
                      load_chunk(args.in.v, chunk, h, V, 0, v);
                      load_chunk(args.dw, chunk, h, K, 0, dW);
@@ -345,20 +337,20 @@ void reference(const BlockProblem<WyBackward>& problem, const Context& context) 
                          add_scaled(J[m * C + i], dU + m * V, V, Y + i * V);
                        }
                      }
-                     // P = X (beta * exp(gamma) * k)^T + Y (beta * v)^T,  dA = -slower(P J^T)
-                     for (int64_t d = 0; d < chunk.length * K; ++d) e[d] = std::exp(e[d]) * k[d];
+                     // Z = X (beta * exp(gamma) * k)^T + Y (beta * v)^T,  dA = -slower(Z J^T)
+                     for (int64_t d = 0; d < chunk.length * K; ++d) read[d] = std::exp(read[d]) * k[d];
                      fill(dA, C * C, 0);
                      for (int64_t i = 0; i < chunk.length; ++i) {
                        for (int64_t m = 0; m < i; ++m) {
-                         P[i * C + m] = beta[m] * (dot(X + i * K, e + m * K, K) + dot(Y + i * V, v + m * V, V));
+                         Z[i * C + m] = beta[m] * (dot(X + i * K, read + m * K, K) + dot(Y + i * V, v + m * V, V));
                        }
-                       for (int64_t j = 0; j < i; ++j) dA[i * C + j] = -dot(P + i * C, J + j * C, j + 1);
+                       for (int64_t j = 0; j < i; ++j) dA[i * C + j] = -dot(Z + i * C, J + j * C, j + 1);
                      }
                      store_chunk(args.da, chunk, h, C, dA);
 
                      // From here on W's share: X becomes dgamma.
                      for (int64_t i = 0; i < chunk.length; ++i) {
-                       dbeta[i] = dot(Y + i * V, v + i * V, V) + dot(X + i * K, e + i * K, K);
+                       dbeta[i] = dot(Y + i * V, v + i * V, V) + dot(X + i * K, read + i * K, K);
                        for (int64_t d = i * V; d < (i + 1) * V; ++d) Y[d] *= beta[i];
                      }
                      store_numbers(args.dbeta, chunk, h, dbeta);
@@ -366,9 +358,9 @@ void reference(const BlockProblem<WyBackward>& problem, const Context& context) 
                      load_gamma(args.in.gamma, chunk, h, sizes, dW);
                      for (int64_t i = 0; i < chunk.length; ++i) {
                        for (int64_t d = i * K; d < (i + 1) * K; ++d) {
-                         const double read = beta[i] * std::exp(dW[d]) * X[d];
-                         dk[d] += read;
-                         X[d] = k[d] * read;
+                         const double through_W = beta[i] * std::exp(dW[d]) * X[d];
+                         dk[d] += through_W;
+                         X[d] = k[d] * through_W;
                        }
                      }
                      store_dgamma(args.dgamma, chunk, h, sizes, X);
@@ -382,13 +374,13 @@ void reference(const BlockProblem<L2NormForward>& problem, const Context& contex
   const int64_t D = args.x.shape[static_cast<size_t>(args.x.rank - 1)];
   int64_t count = 1;
   for (size_t axis = 0; axis + 1 < static_cast<size_t>(args.x.rank); ++axis) count *= args.x.shape[axis];
-  for_each_chunk(chunk_table(1, count, {}, kRowsPerItem), 1, D, context, [&](const Chunk& rows, int64_t, double* row) {
+  for_each_chunk(row_table(count), 1, D, context, [&](const Chunk& rows, int64_t, double* row) {
     for (int64_t i = rows.begin; i < rows.begin + rows.length; ++i) {
       load_row(args.x, element_offset(args.x, i * D), D, row);
-      const double r = 1 / std::sqrt(dot(row, row, D) + args.eps);
-      for (int64_t d = 0; d < D; ++d) row[d] *= r;
+      const double rstd = 1 / std::sqrt(dot(row, row, D) + args.eps);
+      for (int64_t d = 0; d < D; ++d) row[d] *= rstd;
       store_row(args.y, element_offset(args.y, i * D), D, row);
-      if (args.rstd.present()) store_element(args.rstd, i, r);
+      if (args.rstd.present()) store_element(args.rstd, i, rstd);
     }
   });
 }
@@ -398,37 +390,34 @@ void reference(const BlockProblem<L2NormBackward>& problem, const Context& conte
   const int64_t D = args.y.shape[static_cast<size_t>(args.y.rank - 1)];
   int64_t count = 1;
   for (size_t axis = 0; axis + 1 < static_cast<size_t>(args.y.rank); ++axis) count *= args.y.shape[axis];
-  for_each_chunk(chunk_table(1, count, {}, kRowsPerItem), 1, 2 * D, context,
-                 [&](const Chunk& rows, int64_t, double* y) {
-                   double* dy = y + D;
-                   for (int64_t i = rows.begin; i < rows.begin + rows.length; ++i) {
-                     load_row(args.y, element_offset(args.y, i * D), D, y);
-                     load_row(args.dy, element_offset(args.dy, i * D), D, dy);
-                     const double r = load_element(args.rstd, i), along = dot(y, dy, D);
-                     for (int64_t d = 0; d < D; ++d) dy[d] = r * (dy[d] - y[d] * along);
-                     store_row(args.dx, element_offset(args.dx, i * D), D, dy);
-                   }
-                 });
+  for_each_chunk(row_table(count), 1, 2 * D, context, [&](const Chunk& rows, int64_t, double* y) {
+    double* dy = y + D;
+    for (int64_t i = rows.begin; i < rows.begin + rows.length; ++i) {
+      load_row(args.y, element_offset(args.y, i * D), D, y);
+      load_row(args.dy, element_offset(args.dy, i * D), D, dy);
+      const double rstd = load_element(args.rstd, i), along = dot(y, dy, D);
+      for (int64_t d = 0; d < D; ++d) dy[d] = rstd * (dy[d] - y[d] * along);
+      store_row(args.dx, element_offset(args.dx, i * D), D, dy);
+    }
+  });
 }
 
 void reference(const BlockProblem<GateActivationForward>& problem, const Context& context) {
   const GateActivationForward& args = problem.args;
   const GateColumns columns = columns_of(problem);
   const TensorView& x = args.in.x;
-  for_each_chunk(gate_chunks(problem.sizes, args.in.cu_seqlens), x.shape[2], 0, context,
-                 [&](const Chunk& chunk, int64_t h, double*) {
-                   for (int64_t d = 0; d < columns.width; ++d) {
-                     const double a = columns.rate(h, d), bias = columns.bias(h, d);
-                     double sum = 0;
-                     for (int64_t t = chunk.begin; t < chunk.begin + chunk.length; ++t) {
-                       const double z = load(x, at(x, {chunk.batch, t, h, d})) + bias;
-                       const double g =
-                           columns.bounded() ? args.options.lower_bound * sigmoid(a * z) : -a * softplus(z);
-                       sum = args.options.chunk_size == 0 ? g : sum + g;
-                       store(args.g, at(args.g, {chunk.batch, t, h, d}), sum);
-                     }
-                   }
-                 });
+  for_each_chunk(chunks_of(problem), x.shape[2], 0, context, [&](const Chunk& chunk, int64_t h, double*) {
+    for (int64_t d = 0; d < columns.width; ++d) {
+      const double a = columns.rate(h, d), bias = columns.bias(h, d);
+      double sum = 0;
+      for (int64_t t = chunk.begin; t < chunk.begin + chunk.length; ++t) {
+        const double z = load(x, at(x, {chunk.batch, t, h, d})) + bias;
+        const double g = columns.bounded() ? args.options.lower_bound * sigmoid(a * z) : -a * softplus(z);
+        sum = args.options.chunk_size == 0 ? g : sum + g;
+        store(args.g, at(args.g, {chunk.batch, t, h, d}), sum);
+      }
+    }
+  });
 }
 
 void reference(const BlockProblem<GateActivationBackward>& problem, const Context& context) {
@@ -436,7 +425,7 @@ void reference(const BlockProblem<GateActivationBackward>& problem, const Contex
   const GateColumns columns = columns_of(problem);
   const TensorView& x = args.in.x;
   const int64_t heads = x.shape[2], width = columns.width;
-  const std::vector<Chunk> chunks = gate_chunks(problem.sizes, args.in.cu_seqlens);
+  const std::vector<Chunk> chunks = chunks_of(problem);
 
   // One item per column of a head, all tokens in order: its sums need no further care.
   const Workspace workspace(context, sizeof(double) * static_cast<size_t>(2 * heads * width));

@@ -3,7 +3,7 @@
 //
 //     A_ij = beta_i sum_d k_id k_jd exp(gamma_id - gamma_jd),  i > j
 //
-// Without a gate or with one per head, the exponential leaves the sum: A = slower(beta * G * Lambda) with G = k k^T,
+// Without a gate or with one per head, the exponential leaves the sum: A = slower(beta * k k^T * Lambda),
 // and backward, with E = dA * Lambda,
 //
 //     reads  = E k,   writes = E^T (beta * k)               k as row and as column of A
@@ -12,10 +12,10 @@
 //     dgamma = rowsum(k * (beta * reads - writes))
 //
 // With a gate per channel the same holds element by element, without the last sum, and the rows are taken 16 at a time.
-// With r the gamma of the token before such a block, the exponential between it and an earlier token j is the product
-// of
+// With base the gamma of the token before such a block, the exponential between it and an earlier token j is the
+// product of
 //
-//     ahead_i = exp(gamma_i - r)   and   behind_j = exp(r - gamma_j)
+//     ahead_i = exp(gamma_i - base)   and   behind_j = exp(base - gamma_j)
 //
 // neither of which exceeds 1 where gates are decays. From block to block, behind_j is multiplied by the block's whole
 // decay; inside a block, by one token's decay exp(gamma_i - gamma_{i-1}) at a time, and that is all that the block's
@@ -42,7 +42,7 @@ struct Scratch {
   int64_t ld;
   float* k = nullptr;        // [C][ld]
   float* columns = nullptr;  // [ld][kMatrix] k^T
-  float* G = nullptr;        // [C][kMatrix] k k^T
+  float* gram = nullptr;     // [C][kMatrix] k k^T
   float* A = nullptr;        // [C][kMatrix] A, or dA and then E
   float* beta = nullptr;     // [C]
   float* gamma = nullptr;    // [C][ld] per channel, else [C]
@@ -65,7 +65,7 @@ struct Scratch {
     for (float** rows : {&k, &columns, &gamma, &behind, &previous, &dk, &reads, &writes, &part}) {
       *rows = layout.take<float>(kMatrix * ld);
     }
-    for (float** matrix : {&G, &A, &scaled}) *matrix = layout.take<float>(kMatrix * kMatrix);
+    for (float** matrix : {&gram, &A, &scaled}) *matrix = layout.take<float>(kMatrix * kMatrix);
     for (float** numbers : {&beta, &dbeta}) *numbers = layout.take<float>(kMatrix);
     ahead = layout.take<float>(kRowBlock * ld);
     decay = layout.take<float>(ld);
@@ -88,7 +88,7 @@ HWY_INLINE void apply_lambda(const float* scale, const float* gamma, int64_t row
 }
 
 HWY_INLINE void head_forward(const Scratch& s, int64_t rows) {
-  std::memcpy(s.A, s.G, static_cast<size_t>(rows * kMatrix) * sizeof(float));
+  std::memcpy(s.A, s.gram, static_cast<size_t>(rows * kMatrix) * sizeof(float));
   apply_lambda(s.beta, s.gamma, rows, s.A);
 }
 
@@ -116,12 +116,12 @@ HWY_INLINE void decay_rows(const float* decay, int64_t first, int64_t end, int64
   }
 }
 
-// ahead_i = k_i exp(gamma_i - r) of the block of rows that begins at `top`.
+// ahead_i = k_i exp(gamma_i - base) of the block of rows that begins at `top`.
 HWY_INLINE void make_ahead(const Scratch& s, int64_t top, int64_t end) {
-  const float* r = s.gamma + (top - 1) * s.ld;
+  const float* base = s.gamma + (top - 1) * s.ld;
   for (int64_t i = top; i < end; ++i) {
     for (int64_t d = 0; d < s.ld; d += kLanes) {
-      const Vec factor = exp(hn::Sub(load(s.gamma + i * s.ld + d), load(r + d)));
+      const Vec factor = exp(hn::Sub(load(s.gamma + i * s.ld + d), load(base + d)));
       store(hn::Mul(factor, load(s.k + i * s.ld + d)), s.ahead + (i - top) * s.ld + d);
     }
   }
@@ -203,14 +203,14 @@ HWY_INLINE void channel_backward_across(const Scratch& s, int64_t top, int64_t e
   for (int64_t d = 0; d < top * ld; d += kLanes) {
     store(fma(load(s.behind + d), load(s.part + d), load(s.writes + d)), s.writes + d);
   }
-  const float* r = s.gamma + (top - 1) * ld;
+  const float* base = s.gamma + (top - 1) * ld;
   for (int64_t i = top; i < end; ++i) {
     for (int64_t d = 0; d < ld; d += kLanes) {
       float* reads = s.reads + i * ld + d;
-      store(hn::Mul(load(reads), exp(hn::Sub(load(s.gamma + i * ld + d), load(r + d)))), reads);
+      store(hn::Mul(load(reads), exp(hn::Sub(load(s.gamma + i * ld + d), load(base + d)))), reads);
     }
   }
-  make_decay(r, s.gamma + (end - 1) * ld, ld, s.decay);
+  make_decay(base, s.gamma + (end - 1) * ld, ld, s.decay);
   decay_rows(s.decay, 0, top, ld, s.behind);
 }
 
@@ -276,7 +276,7 @@ void chunk_forward(const BlockProblem<ScaledDotKktForward>& problem, const Chunk
   load_chunk(args.in.k, chunk, head, sizes.head_dim_k, rows, s.ld, s.k);
   if (sizes.gate != Gate::kPerChannel) {
     to_columns(s.k, rows, s.ld, s.columns);
-    lower_gram<Start::kZero>(s.columns, s.columns, rows, s.ld, s.G);
+    lower_gram<Start::kZero>(s.columns, s.columns, rows, s.ld, s.gram);
   }
   for (int64_t h = head * sizes.group; h < (head + 1) * sizes.group; ++h) {
     load_head(args.in, sizes, chunk, h, rows, s);
@@ -340,7 +340,7 @@ template <class Args, class Run>
 HWY_INLINE void for_each_chunk(const BlockProblem<Args>& problem, const Context& context, Run run) {
   const BlockSizes& sizes = problem.sizes;
   const int64_t heads = sizes.num_heads, C = sizes.chunk_size;
-  const auto chunks = chunk_table(sizes.batch, sizes.tokens, problem.args.in.cu_seqlens, C);
+  const auto chunks = chunks_of(problem);
   const int64_t cost = sizes.batch * sizes.tokens * sizes.num_value_heads * C * sizes.head_dim_k;
   for_each_item(static_cast<int64_t>(chunks.size()) * heads, cost, context, Scratch{padded_width(sizes.head_dim_k)},
                 [&](int64_t item, const Scratch& s)

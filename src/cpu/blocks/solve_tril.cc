@@ -1,7 +1,7 @@
 // The inverse of unit lower triangular matrices by forward substitution, and its adjoint.
 //
-//     J_i = e_i - sum_{m<i} A_im J_m            four rows at a time, a panel of columns at a time
-//     dA  = -slower(J^T dJ J^T)
+//     J_i = unit row i - sum_{m<i} A_im J_m     four rows at a time, a panel of columns at a time
+//     dA  = -slower(Z J^T),   Z = J^T dJ
 //
 // Every element of J is substituted from A itself: no block of J is a product of other blocks of J, whose errors would
 // multiply where the inverse is large.
@@ -76,11 +76,11 @@ struct ForwardScratch {
 struct BackwardScratch {
   float* J = nullptr;        // [C][kMatrix]
   float* dJ = nullptr;       // then dA
-  float* left = nullptr;     // J^T dJ
+  float* Z = nullptr;        // J^T dJ
   float* columns = nullptr;  // J^T
 
   void lay_out(ScratchLayout& layout) {
-    for (float** matrix : {&J, &dJ, &left, &columns}) *matrix = layout.take<float>(kMatrix * kMatrix);
+    for (float** matrix : {&J, &dJ, &Z, &columns}) *matrix = layout.take<float>(kMatrix * kMatrix);
   }
 };
 
@@ -90,7 +90,7 @@ void solve_tril_forward(const BlockProblem<SolveTrilForward>& problem, const Con
   const SolveTrilForward& args = problem.args;
   const BlockSizes& sizes = problem.sizes;
   const int64_t heads = sizes.num_value_heads, C = sizes.chunk_size;
-  const auto chunks = chunk_table(sizes.batch, sizes.tokens, args.cu_seqlens, C);
+  const auto chunks = chunks_of(problem);
   for_each_item(static_cast<int64_t>(chunks.size()) * heads, sizes.batch * sizes.tokens * heads * C * C / 6, context,
                 ForwardScratch(), [&](int64_t item, const ForwardScratch& s) HWY_ATTR {
                   const Chunk& chunk = chunks[static_cast<size_t>(item / heads)];
@@ -105,15 +105,15 @@ void solve_tril_backward(const BlockProblem<SolveTrilBackward>& problem, const C
   const SolveTrilBackward& args = problem.args;
   const BlockSizes& sizes = problem.sizes;
   const int64_t heads = sizes.num_value_heads, C = sizes.chunk_size;
-  const auto chunks = chunk_table(sizes.batch, sizes.tokens, args.cu_seqlens, C);
+  const auto chunks = chunks_of(problem);
   for_each_item(static_cast<int64_t>(chunks.size()) * heads, sizes.batch * sizes.tokens * heads * C * C, context,
                 BackwardScratch(), [&](int64_t item, const BackwardScratch& s) HWY_ATTR {
                   const Chunk& chunk = chunks[static_cast<size_t>(item / heads)];
                   const int64_t h = item % heads, rows = padded_width(chunk.length);
                   load_lower(args.j, chunk, h, true, rows, s.J);
                   load_lower(args.dj, chunk, h, false, rows, s.dJ);
-                  transposed_lower_product(s.J, rows, s.dJ, kMatrix, rows, s.left);
-                  inverse_adjoint(s.J, rows, s.left, s.columns, s.dJ);
+                  transposed_lower_product(s.J, rows, s.dJ, kMatrix, rows, s.Z);
+                  inverse_adjoint(s.J, rows, s.Z, s.columns, s.dJ);
                   store_chunk(s.dJ, kMatrix, args.da, chunk, h, C);
                 });
 }

@@ -6,7 +6,7 @@
 //     dk = sum over the group of beta * exp(gamma) * X,   dv = beta * Y
 //     dbeta  = rowsum(Y * v) + rowsum(X * exp(gamma) * k)
 //     dgamma = beta * X * exp(gamma) * k, summed over the channels where the gate is one per head
-//     dA = -slower(P J^T),   P = X (beta * exp(gamma) * k)^T + Y (beta * v)^T
+//     dA = -slower(Z J^T),   Z = J^T dJ = X (beta * exp(gamma) * k)^T + Y (beta * v)^T
 #include <vector>
 
 #include "cpu/blocks/kernels.h"
@@ -101,9 +101,9 @@ struct BackwardScratch {
   float* X = nullptr;         // [C][ldk]
   float* Y = nullptr;         // [C][ldv]
   float* left = nullptr;      // [max][kMatrix]: X^T or Y^T
-  float* right = nullptr;     // [max][kMatrix]: of their partners in P
+  float* right = nullptr;     // [max][kMatrix]: of their partners in Z
   float* J = nullptr;         // [C][kMatrix]
-  float* P = nullptr;         // [C][kMatrix]
+  float* Z = nullptr;         // [C][kMatrix]
   float* dA = nullptr;        // [C][kMatrix]
   float* columns = nullptr;   // [C][kMatrix]
   float* beta = nullptr;      // [C]
@@ -115,7 +115,7 @@ struct BackwardScratch {
     for (float** rows : {&k, &dk, &e, &read, &X}) *rows = layout.take<float>(kMatrix * ldk);
     for (float** rows : {&v, &Y}) *rows = layout.take<float>(kMatrix * ldv);
     for (float** rows : {&gradient, &left, &right}) *rows = layout.take<float>(kMatrix * ld);
-    for (float** matrix : {&J, &P, &dA, &columns}) *matrix = layout.take<float>(kMatrix * kMatrix);
+    for (float** matrix : {&J, &Z, &dA, &columns}) *matrix = layout.take<float>(kMatrix * kMatrix);
     for (float** numbers : {&beta, &dbeta, &dgamma}) *numbers = layout.take<float>(kMatrix);
   }
 };
@@ -154,11 +154,11 @@ void head_backward(const BlockProblem<WyBackward>& problem, const Chunk& chunk, 
     scale_rows(s.beta, rows, s.ldv, s.v);
     to_columns(s.X, rows, s.ldk, s.left);
     to_columns(s.read, rows, s.ldk, s.right);
-    lower_gram<Start::kZero>(s.left, s.right, rows, s.ldk, s.P);
+    lower_gram<Start::kZero>(s.left, s.right, rows, s.ldk, s.Z);
     to_columns(s.Y, rows, s.ldv, s.left);
     to_columns(s.v, rows, s.ldv, s.right);
-    lower_gram<Start::kAdd>(s.left, s.right, rows, s.ldv, s.P);
-    inverse_adjoint(s.J, rows, s.P, s.columns, s.dA);
+    lower_gram<Start::kAdd>(s.left, s.right, rows, s.ldv, s.Z);
+    inverse_adjoint(s.J, rows, s.Z, s.columns, s.dA);
     store_chunk(s.dA, kMatrix, args.da, chunk, h, sizes.chunk_size);
   }
 
@@ -182,7 +182,7 @@ template <class Scratch, class Args, class Run>
 HWY_INLINE void for_each_chunk(const BlockProblem<Args>& problem, const Context& context, int64_t products, Run run) {
   const BlockSizes& sizes = problem.sizes;
   const int64_t heads = sizes.num_heads, C = sizes.chunk_size;
-  const auto chunks = chunk_table(sizes.batch, sizes.tokens, problem.args.in.cu_seqlens, C);
+  const auto chunks = chunks_of(problem);
   const int64_t cost =
       products * sizes.batch * sizes.tokens * sizes.num_value_heads * C * (sizes.head_dim_k + sizes.head_dim_v);
   for_each_item(static_cast<int64_t>(chunks.size()) * heads, cost, context,

@@ -33,7 +33,7 @@ struct KeyGradients {
   void lay_out_keys(ScratchLayout& layout, Form form, int64_t count) {
     dq = layout.take<float>(count);
     dk = layout.take<float>(count);
-    if (form.reads_early()) d_reader = layout.take<float>(count);
+    if (form.own_reader()) d_reader = layout.take<float>(count);
     if (form.writes_twice()) dk2 = layout.take<float>(count);
   }
   static constexpr float* KeyGradients::*kAll[] = {&KeyGradients::dq, &KeyGradients::dk, &KeyGradients::d_reader,
@@ -159,7 +159,7 @@ struct BackwardPlan {
     const bool per_channel = problem.args.options.gate == Gate::kPerChannel;
     ld = round_up(sizes.head_dim_k, kRowMultiple);
     panels = round_up(sizes.head_dim_v, kPanel) / kPanel;
-    // Few heads are cut into units of no less than 32 columns: each repeats the work on the keys.
+    // Few heads are cut into units of no less than 32 columns: each repeats what is done to the keys.
     const int64_t wanted = sizes.num_value_heads >= 8 ? 1 : sizes.num_value_heads >= 4 ? 2 : 4;
     units_per_head = std::clamp<int64_t>(sizes.head_dim_v / 32, 1, std::min(wanted, panels));
     sum_keys = sizes.group * units_per_head > 1;
@@ -339,7 +339,7 @@ HWY_INLINE void run_unit(const DeltaRuleBackwardProblem& problem, const Backward
       const int64_t token = sequence.begin + chunk * options.chunk_size + b * kBlock;
       BlockGradients& gradients = kernel.gradients;
       const Block& block = kernel.backward_block(b, token);
-      const int64_t part = plan.part(item.value_head, item.cut, head, sizes, token);
+      const int64_t part = plan.part(item.value_head, item.range, head, sizes, token);
       const size_t row_bytes = static_cast<size_t>(block.n * plan.ld) * sizeof(float);
       if (plan.sum_keys) {
         for (const auto one : KeyGradients::kAll) {
@@ -440,8 +440,7 @@ template <class Kernel>
 HWY_INLINE void run_backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   const DeltaRuleSizes& sizes = problem.sizes;
   const Form form = form_of(problem);
-  const std::vector<Sequence> sequences =
-      sequence_table(sizes.batch, sizes.tokens, problem.args.in.cu_seqlens, problem.args.options.chunk_size);
+  const std::vector<Sequence>& sequences = problem.sequences;
   int64_t longest = 0;
   for (const Sequence& s : sequences) longest = std::max(longest, s.length);
 

@@ -5,8 +5,8 @@
 // a product of the factors exp(g_m), j < m <= i, none of which exceeds 1 for g <= 0. Nothing overflows for any gate, a
 // gate of -1000 is a factor 0, and the relative error is a few roundings instead of |gamma| * 2^-24.
 //
-// The families of the recurrence differ in what a block reads and writes (core/delta_rule_problem.h). In their terms the
-// delta rule's equations hold for all:
+// The families of the recurrence differ in what a block reads and writes (core/delta_rule_problem.h). In these terms
+// the delta rule's equations hold for all:
 //
 //     X  = e [reader; q] S,   R = (I + A)^-1 beta (v - X_r),   o = scale (X_q + P R),   S' = exp(gamma_n) S + (w k)^T R
 //
@@ -110,16 +110,39 @@ HWY_NOINLINE inline void gate_activation(const Head& head, float* x, int64_t cou
   }
 }
 
-// Which of the recurrences a block belongs to.
+// Which of the recurrences a block belongs to. Kernels ask for what sets them apart, not for their names.
 struct Form {
   Gate gate;
   Correction correction;
 
-  bool per_channel() const { return gate == Gate::kPerChannel; }
-  bool corrects() const { return correction != Correction::kNone; }
-  bool reads_early() const { return correction == Correction::kFeedback || correction == Correction::kLowRank; }
-  bool writes_twice() const { return correction == Correction::kLowRank; }
+  constexpr bool per_channel() const { return gate == Gate::kPerChannel; }
+  // Reads the state before it writes.
+  constexpr bool corrects() const { return correction != Correction::kNone; }
+  // Reads with rows that are not the keys.
+  constexpr bool own_reader() const {
+    return correction == Correction::kFeedback || correction == Correction::kLowRank;
+  }
+  // Reads the state before its token's decay, not after it.
+  constexpr bool reads_early() const {
+    return correction == Correction::kFeedback || correction == Correction::kLowRank;
+  }
+  // Writes v with k beside R.
+  constexpr bool writes_twice() const { return correction == Correction::kLowRank; }
 };
+
+// run<kForm>() with the form of a block that has one decay per channel, for inner loops that depend on it.
+template <class Run>
+HWY_INLINE void with_channel_form(Form form, Run run) {
+  switch (form.correction) {
+    case Correction::kNone:
+      return run.template operator()<Form{Gate::kPerChannel, Correction::kNone}>();
+    case Correction::kLowRank:
+      return run.template operator()<Form{Gate::kPerChannel, Correction::kLowRank}>();
+    case Correction::kKey:
+    case Correction::kFeedback:  // has one decay per head
+      return run.template operator()<Form{Gate::kPerChannel, Correction::kKey}>();
+  }
+}
 
 template <class Problem>
 HWY_INLINE Form form_of(const Problem& problem) {
@@ -163,7 +186,7 @@ struct Block {
   void lay_out(ScratchLayout& layout, Form block_form, int64_t padded_k) {
     form = block_form;
     ld = padded_k;
-    const bool per_channel = form.per_channel(), own_keys = form.correction != Correction::kKey;
+    const bool per_channel = form.per_channel(), own_keys = !form.corrects() || form.own_reader();
     const auto take_if = [&](bool wanted, int64_t count) { return wanted ? layout.take<float>(count) : nullptr; };
     reader = layout.take<float>(2 * kBlock * ld);
     k = own_keys ? layout.take<float>(kBlock * ld) : reader;
@@ -274,7 +297,7 @@ HWY_NOINLINE inline void load_block(const Head& head, int64_t token, int64_t n, 
   const bool twice = block.form.writes_twice();
   load_keys(twice ? transition.writer : head.in->k, block.k, block.rstd_k);
   load_keys(head.in->q, block.reader + kBlock * block.ld, block.rstd_q);
-  if (block.form.reads_early()) load_keys(transition.reader, block.reader, block.rstd_reader);
+  if (block.form.own_reader()) load_keys(transition.reader, block.reader, block.rstd_reader);
   if (twice) load_rows(head.in->k, head.batch, token, head.key_head, n, 0, head.K, block.k2, block.ld, kBlock);
   load_beta(head, token, n, block.beta);
   load_decay(head, token, n, block);
@@ -282,7 +305,7 @@ HWY_NOINLINE inline void load_block(const Head& head, int64_t token, int64_t n, 
 
 // The chunk form's reads and writes: running products of the decays from the left (exp(gamma_i), token i's own decay
 // included; e_i of an early reader: not) and from the right (exp(gamma_n - gamma_i), its own not). One decay per head:
-// also the factors between tokens, Lambda_ij = exp(gamma_i - gamma_j), by rows Lambda_i = exp(g_i) Lambda_{i-1} + e_i.
+// also the factors between tokens, Lambda_ij = exp(gamma_i - gamma_j), row by row exp(g_i) Lambda_{i-1} + unit row i.
 HWY_NOINLINE inline void make_factors_per_head(Block& block) {
   const bool early = block.form.reads_early();
   float left = 1, right = 1;
@@ -374,8 +397,9 @@ HWY_NOINLINE inline void make_pairs_per_head(const Block& block, const float* ke
 // k_jd exp(gamma_{i-1,d} - gamma_jd) for j < i and 0 beyond. For each row they are multiplied by exp(g_i), joined by
 // token i's own key, and then dotted with q_i; with reader_i after or, early, before that. Only the first kVecs vectors
 // of tokens are not 0 yet.
-template <int kVecs, bool kCorrects, bool kEarly>
+template <int kVecs, Form kForm>
 HWY_INLINE void make_pairs_per_channel_rows(const Block& block, int64_t i, int64_t K, const float* keys, float* pairs) {
+  constexpr bool kCorrects = kForm.corrects(), kOwnReader = kForm.own_reader(), kEarly = kForm.reads_early();
   Vec a0[kVecs], a1[kVecs], p0[kVecs], p1[kVecs];
   FW_UNROLL
   for (int n = 0; n < kVecs; ++n) a0[n] = a1[n] = p0[n] = p1[n] = zero();
@@ -396,22 +420,23 @@ HWY_INLINE void make_pairs_per_channel_rows(const Block& block, int64_t i, int64
     const Vec q0 = broadcast(q[d]), q1 = broadcast(q[block.ld + d]);
     const Vec decay0 = broadcast(decay[d]), decay1 = broadcast(decay[block.ld + d]);
     // The same registers where the reader is the key.
-    const Vec reader0 = kEarly ? broadcast(reader[d]) : k0, reader1 = kEarly ? broadcast(reader[block.ld + d]) : k1;
+    const Vec reader0 = kOwnReader ? broadcast(reader[d]) : k0;
+    const Vec reader1 = kOwnReader ? broadcast(reader[block.ld + d]) : k1;
     float* running = block.running_keys + d * kBlock;
     FW_UNROLL
     for (int n = 0; n < kVecs; ++n) {
-      Vec r = load(running + n * kLanes);
-      if (kCorrects && kEarly) a0[n] = fma(reader0, r, a0[n]);
-      r = hn::Mul(r, decay0);
-      if (n >= kFirstOwn) r = fma(k0, unit0[n], r);
-      if (kCorrects && !kEarly) a0[n] = fma(reader0, r, a0[n]);
-      p0[n] = fma(q0, r, p0[n]);
-      if (kCorrects && kEarly) a1[n] = fma(reader1, r, a1[n]);
-      r = hn::Mul(r, decay1);
-      if (n >= kFirstOwn) r = fma(k1, unit1[n], r);
-      if (kCorrects && !kEarly) a1[n] = fma(reader1, r, a1[n]);
-      p1[n] = fma(q1, r, p1[n]);
-      store(r, running + n * kLanes);
+      Vec aged = load(running + n * kLanes);
+      if (kCorrects && kEarly) a0[n] = fma(reader0, aged, a0[n]);
+      aged = hn::Mul(aged, decay0);
+      if (n >= kFirstOwn) aged = fma(k0, unit0[n], aged);
+      if (kCorrects && !kEarly) a0[n] = fma(reader0, aged, a0[n]);
+      p0[n] = fma(q0, aged, p0[n]);
+      if (kCorrects && kEarly) a1[n] = fma(reader1, aged, a1[n]);
+      aged = hn::Mul(aged, decay1);
+      if (n >= kFirstOwn) aged = fma(k1, unit1[n], aged);
+      if (kCorrects && !kEarly) a1[n] = fma(reader1, aged, a1[n]);
+      p1[n] = fma(q1, aged, p1[n]);
+      store(aged, running + n * kLanes);
     }
   }
   const Vec beta0 = broadcast(block.beta[i]), beta1 = broadcast(block.beta[i + 1]);
@@ -432,29 +457,23 @@ HWY_INLINE void make_pairs_per_channel_rows(const Block& block, int64_t i, int64
   }
 }
 
-template <bool kCorrects, bool kEarly>
+template <Form kForm>
 HWY_NOINLINE void make_pairs_per_channel(const Block& block, int64_t K, const float* keys, float* pairs) {
   std::memset(block.running_keys, 0, static_cast<size_t>(block.ld * kBlock) * sizeof(float));
   for (int64_t i = 0; i < kBlock; i += 2) {
     if (2 * (i + 2) <= kBlock && kTokenVecs >= 2) {
-      make_pairs_per_channel_rows<(kTokenVecs + 1) / 2, kCorrects, kEarly>(block, i, K, keys, pairs);
+      make_pairs_per_channel_rows<(kTokenVecs + 1) / 2, kForm>(block, i, K, keys, pairs);
     } else {
-      make_pairs_per_channel_rows<kTokenVecs, kCorrects, kEarly>(block, i, K, keys, pairs);
+      make_pairs_per_channel_rows<kTokenVecs, kForm>(block, i, K, keys, pairs);
     }
   }
 }
 
 HWY_NOINLINE inline void make_pairs_per_channel(const Block& block, int64_t K) {
-  switch (block.form.correction) {
-    case Correction::kNone:
-      return make_pairs_per_channel<false, false>(block, K, block.k, block.pairs);
-    case Correction::kLowRank:
-      make_pairs_per_channel<true, true>(block, K, block.k, block.pairs);
-      return make_pairs_per_channel<true, true>(block, K, block.k2, block.pairs2);
-    case Correction::kKey:
-    case Correction::kFeedback:  // has one decay per head
-      return make_pairs_per_channel<true, false>(block, K, block.k, block.pairs);
-  }
+  with_channel_form(block.form, [&]<Form kForm>() HWY_ATTR {
+    make_pairs_per_channel<kForm>(block, K, block.k, block.pairs);
+    if constexpr (kForm.writes_twice()) make_pairs_per_channel<kForm>(block, K, block.k2, block.pairs2);
+  });
 }
 
 // What the chunk form needs of a loaded block: factors, reads and writes, and unless they are there already, A and P.

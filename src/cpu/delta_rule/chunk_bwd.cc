@@ -11,20 +11,19 @@
 //     dg_m  = sum_{i >= m > j} M_ij + sum_{i >= m} a_i + sum_{j < m} b_j + exp(gamma_n) <S, G>
 //     G    <- exp(gamma_n) G + (e q)^T do - (beta e k)^T Y
 //
-// where M_ij = dP_ij P_ij + dA_ij A_ij, a_i = q_i . e_i (do S^T)_i + k_i . beta_i e_i X_i and b_j = k_j . w_j (R
-// G^T)_j: everything that exp(g_m) multiplies, and nothing else. (The shorter sum of q.dq + k.dk over rows leaves the
-// other terms in and cancels them: under strong decay only their rounding errors remain.) Per channel the inner
-// products stay open.
+// where M_ij = dP_ij P_ij + dA_ij A_ij,  a_i = q_i . e_i (do S^T)_i + k_i . beta_i e_i X_i,  b_j = k_j . w_j (R G^T)_j:
+// everything that exp(g_m) multiplies, and nothing else. (The shorter sum of q.dq + k.dk over rows leaves the other
+// terms in and cancels them: under strong decay only their rounding errors remain.) Per channel the inner products stay
+// open.
 //
-// For GLA, Comba and DPLR read k in the products of readings as the block's reader, with its own factors e and
-// exp(gamma_i - gamma_j) (block-inl.h); their dk, dg and the rest are made of the same terms:
+// With another correction read k in the products of readings as the block's reader, with its own factors e and
+// exp(gamma_i - gamma_j) (block-inl.h); dk, dg and the rest are made of the same terms:
 //
-//     an early reader (Comba, DPLR) is not under its token's decay: its terms of M, a count for i > m alone, and its
-//         gradient beta (e X + rows(dA, k)) stands for itself;
-//     a second write (DPLR) has dA2 = -slower(Y v^T), dP2 = lower(do v^T), which add to the rows of reader and q as dA
-//     and
-//         dP do; dk2 = cols(dP2, q) + cols(dA2, beta a) + w (v G^T), and dv = A2^T (beta Y) + P2^T do + w (k2 G);
-//     no reader (GLA): A = 0, Y = dR = dv.
+//     own reader    its gradient beta (e X + rows(dA, k)) stands for itself;
+//     early reader  is not under its token's decay: its terms of M and a count for i > m alone;
+//     second write  dA2 = -slower(Y v^T) and dP2 = lower(do v^T) add to the rows of reader and q as dA and dP do;
+//                   dk2 = cols(dP2, q) + cols(dA2, beta reader) + w (v G^T),  dv = A2^T (beta Y) + P2^T do + w (k2 G);
+//     no reader     A = 0, Y = dR = dv.
 //
 // G's last line needs no W: W^T dR = (beta e k)^T Y. The states before the blocks are recomputed: once over the
 // sequence, keeping one state per chunk, A, P and R, then within each chunk from its first state and R.
@@ -480,32 +479,27 @@ class ChunkKernel : public UnitKernel {
   // One decay per channel, the same on return. The factors exp(gamma_i - gamma_j) run down each column j of pairs; no
   // quotient of exponentials is formed.
   void pair_adjoint_per_channel(const Block& block) {
-    switch (block.form.correction) {
-      case Correction::kNone:
-        return pair_adjoint_per_channel<false, false>(block);
-      case Correction::kLowRank:
-        return pair_adjoint_per_channel<true, true>(block);
-      case Correction::kKey:
-      case Correction::kFeedback:  // has one decay per head
-        return pair_adjoint_per_channel<true, false>(block);
-    }
+    with_channel_form(block.form, [&]<Form kForm>() HWY_ATTR { pair_adjoint_per_channel<kForm>(block); });
   }
 
-  template <bool kCorrects, bool kEarly>
+  template <Form kForm>
   void pair_adjoint_per_channel(const Block& block) {
     for (int64_t d = 0; d < ld_; d += kLanes) {
-      scale_and_start_gate<kCorrects, kEarly>(block, d);
-      pair_products_per_channel<kCorrects, kEarly>(block, d, block.k, pair_gradients_, gradients.dk);
-      if (kEarly) pair_products_per_channel<kCorrects, kEarly>(block, d, block.k2, pair_gradients2_, gradients.dk2);
+      scale_and_start_gate<kForm>(block, d);
+      pair_products_per_channel<kForm>(block, d, block.k, pair_gradients_, gradients.dk);
+      if constexpr (kForm.writes_twice()) {
+        pair_products_per_channel<kForm>(block, d, block.k2, pair_gradients2_, gradients.dk2);
+      }
     }
   }
 
   // As pair_products_per_head for channels d .. d + kLanes - 1; adds the pairs' terms to gradients.dg. Row by row: what
   // belongs to a column stays in lines of its own, because a walk down a column of [16][ld] arrays, whose rows lie at
   // the same few places of the cache, costs three times as much.
-  template <bool kCorrects, bool kEarly>
+  template <Form kForm>
   HWY_INLINE void pair_products_per_channel(const Block& block, int64_t d, const float* k, const float* pair_gradients,
                                             float* dk) {
+    constexpr bool kCorrects = kForm.corrects(), kEarly = kForm.reads_early();
     alignas(64) float keys[kBlock * kLanes], factors[kBlock * kLanes];   // k_j, exp(gamma_i - gamma_j)
     alignas(64) float columns[kBlock * kLanes], gates[kBlock * kLanes];  // dk_j, dg_j so far
     for (int64_t i = 0; i < block.n; ++i) {
@@ -559,8 +553,9 @@ class ChunkKernel : public UnitKernel {
   }
 
   // For channels d .. d + kLanes - 1: the factors e and w into reading_ and writing_, and the state parts of dg.
-  template <bool kCorrects, bool kEarly>
+  template <Form kForm>
   HWY_INLINE void scale_and_start_gate(const Block& block, int64_t d) {
+    constexpr bool kCorrects = kForm.corrects(), kEarly = kForm.reads_early();
     Vec reads = zero();
     for (int64_t i = kBlock - 1; i >= 0; --i) {
       const int64_t at = i * ld_ + d;
@@ -592,7 +587,7 @@ class ChunkKernel : public UnitKernel {
       const Vec write = hn::Mul(w, load(writing_ + at));
       store(write, writing_ + at);
       writes = fma(load(block.k + at), write, writes);
-      if constexpr (kEarly) {
+      if constexpr (kForm.writes_twice()) {
         const Vec write2 = hn::Mul(w, load(writing2_ + at));
         store(write2, writing2_ + at);
         writes = fma(load(block.k2 + at), write2, writes);
@@ -634,7 +629,7 @@ class ChunkKernel : public UnitKernel {
   float* pairs_;              // [blocks][32][16], the same: A and P
   float* chunk_R_ = nullptr;  // the current chunk's
   const float* first_state_ = nullptr;
-  float* X_;                // [16][kPanel]
+  float* X_;                // [16][kPanel]: the reads of make_R, or k G
   float* Yd_;               // [32][kPanel]: Y, then do
   float* scaled_;           // [32][kPanel]: -e Y, then e do
   float* writes_;           // [panels][32][kPanel]: -beta e Y, then e do

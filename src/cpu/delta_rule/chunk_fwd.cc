@@ -1,21 +1,22 @@
 // Forward in the chunk form: blocks of 16 tokens against a state that stays in cache.
 //
-// With S the state before a block, gamma the running sums of the log decays inside it, and the matrices
+// With S the state before a block, gamma the running sums of the log decays inside it, e = exp(gamma),
+// w = exp(gamma_n - gamma), and the matrices
 //
-//     A_ij = beta_i (k_i . k_j) exp(gamma_i - gamma_j)  (i > j),     P_ij = (q_i . k_j) exp(gamma_i - gamma_j)  (i >=
-//     j),
+//     A_ij = beta_i (k_i . k_j) exp(gamma_i - gamma_j),  i > j
+//     P_ij = (q_i . k_j) exp(gamma_i - gamma_j),         i >= j
 //
 // a block is
 //
-//     X  = exp(gamma) [k; q] S                        one product for reads and outputs
+//     X  = e [k; q] S                                 one product for reads and outputs
 //     R  = (I + A)^-1 beta (v - X_k)                  forward substitution, no inverse
 //     o  = scale (X_q + P R)
-//     S' = exp(gamma_n) S + (exp(gamma_n - gamma) k)^T R
+//     S' = exp(gamma_n) S + (w k)^T R
 //
-// (per-channel gates put the exponentials inside the products; what GLA, Comba and DPLR have instead of k, A and v is
-// in block-inl.h). A, P and the scaled keys belong to the block; everything else is done panel by panel of value
-// columns, whose slice of S (8 KB at K = 128 on AVX2) is read from the second-level cache once per block. Columns do
-// not touch each other, so an item may own any range of panels.
+// (decays per channel stand inside the products; what other corrections have instead of k, A and v is in
+// block-inl.h). A, P and the scaled keys belong to the block; everything else is done panel by panel of value columns,
+// whose slice of S (8 KB at K = 128 on AVX2) is read from the second-level cache once per block. Columns do not touch
+// each other, so an item may own any range of panels.
 
 #include <cstdint>
 #include <vector>

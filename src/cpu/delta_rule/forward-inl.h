@@ -121,10 +121,8 @@ HWY_INLINE void run_items(const Problem& problem, const Context& context, RunIte
   const Form form = form_of(problem);
   const int64_t ld = round_up(sizes.head_dim_k, kRowMultiple);
   const int64_t panels = round_up(sizes.head_dim_v, kPanel) / kPanel;
-  const std::vector<Sequence> sequences =
-      sequence_table(sizes.batch, sizes.tokens, problem.args.in.cu_seqlens, problem.args.options.chunk_size);
   const int most_threads = num_threads(context);
-  const std::vector<Item> items = column_items(sequences, sizes.num_value_heads, panels, most_threads);
+  const std::vector<Item> items = column_items(problem.sequences, sizes.num_value_heads, panels, most_threads);
   const int threads =
       useful_threads(most_threads, static_cast<int64_t>(items.size()),
                      3 * sizes.batch * sizes.tokens * sizes.num_value_heads * sizes.head_dim_k * sizes.head_dim_v);
@@ -137,7 +135,7 @@ HWY_INLINE void run_items(const Problem& problem, const Context& context, RunIte
     ForwardScratch scratch;
     scratch.lay_out(layout, form, ld, panels);
     const Item& item = items[static_cast<size_t>(i)];
-    run_item(problem, sequences[static_cast<size_t>(item.sequence)], item, scratch);
+    run_item(problem, problem.sequences[static_cast<size_t>(item.sequence)], item, scratch);
   });
 }
 

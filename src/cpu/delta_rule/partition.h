@@ -1,5 +1,5 @@
-// How a problem of the family is cut into items for the parallel loop, and the measured crossover between the two
-// forms.
+// How a problem is cut into items for the parallel loop: by sequences, value heads and ranges of value columns. And the
+// measured crossover between the two forms.
 #pragma once
 
 #include <algorithm>
@@ -22,14 +22,14 @@ struct Item {
   int64_t sequence;
   int64_t value_head;
   int64_t first_panel, panels;
-  int64_t cut;  // which of the head's blocks of columns this is
+  int64_t range;  // which of the head's ranges of columns this is
 };
 
 // Items for kernels whose value columns do not touch each other: any cut gives the same bits, so heads are cut into as
-// many blocks of columns as the threads need.
+// many ranges of columns as the threads need.
 inline std::vector<Item> column_items(const std::vector<Sequence>& sequences, int64_t heads, int64_t panels,
                                       int threads) {
-  // Two items per thread even out what differs between them; beyond that, each cut repeats the work on the keys.
+  // Two items per thread even out what differs between them; beyond that, each range repeats what is done to the keys.
   constexpr int64_t kItemsPerThread = 2;
   int64_t tokens = 0;
   for (const Sequence& s : sequences) tokens += s.length;
@@ -37,18 +37,18 @@ inline std::vector<Item> column_items(const std::vector<Sequence>& sequences, in
   std::vector<Item> items;
   for (int64_t n : longest_first(sequences)) {
     const int64_t cost = sequences[static_cast<size_t>(n)].length * panels;
-    const int64_t cuts = threads == 1 ? 1 : std::clamp<int64_t>((cost + share - 1) / share, 1, panels);
+    const int64_t ranges = threads == 1 ? 1 : std::clamp<int64_t>((cost + share - 1) / share, 1, panels);
     for (int64_t h = 0; h < heads; ++h) {
-      for (int64_t c = 0; c < cuts; ++c) {
-        const int64_t first = c * panels / cuts;
-        items.push_back({n, h, first, (c + 1) * panels / cuts - first, c});
+      for (int64_t r = 0; r < ranges; ++r) {
+        const int64_t first = r * panels / ranges;
+        items.push_back({n, h, first, (r + 1) * panels / ranges - first, r});
       }
     }
   }
   return items;
 }
 
-// Items for kernels that add over value columns: every head is cut into `units` blocks, whatever the threads.
+// Items for kernels that add over value columns: every head is cut into `units` ranges, whatever the threads.
 inline std::vector<Item> unit_items(const std::vector<Sequence>& sequences, int64_t heads, int64_t panels,
                                     int64_t units) {
   std::vector<Item> items;

@@ -56,10 +56,10 @@ HWY_INLINE void read_state(const float* key, int64_t K, const StatePanels& S, in
 }
 
 // Runs the block's n tokens over `panels` panels, a panel at a time so that it stays in the first-level cache. One pass
-// over a panel per token: it decays and updates the state, reads the output, and reads the prediction of the next
+// over a panel per token: it decays and updates the state, reads the output, and reads x, the prediction of the next
 // token.
 //
-//     u = beta (v - p),   S = exp(g) S + k^T u,   o = scale q S,   p' = (exp(g') k') S
+//     u = beta (v - x),   S = exp(g) S + k^T u,   o = scale q S,   x' = (exp(g') k') S
 //
 // `prediction` is scratch for panels * kPanel floats, `decayed` the rows of make_decayed_keys.
 HWY_INLINE void recurrent_tokens(Gate gate, const Block& block, const float* decayed, int64_t K, float scale,
@@ -69,33 +69,33 @@ HWY_INLINE void recurrent_tokens(Gate gate, const Block& block, const float* dec
   read_state(decayed, K, S, panels, prediction);
   for (int64_t p = 0; p < panels; ++p) {
     const int64_t column = p * kPanel;
-    Vec p0 = load(prediction + column), p1 = load(prediction + column + kLanes);
+    Vec x0 = load(prediction + column), x1 = load(prediction + column + kLanes);
     for (int64_t t = 0; t < block.n; ++t) {
       prefetcher.issue_share((panels - p) * block.n - t);
       const float* v = rows.v + t * rows.stride + column;
       const bool per_value = rows.beta != nullptr;
       const Vec beta0 = per_value ? load(rows.beta + t * rows.stride + column) : broadcast(block.beta[t]);
       const Vec beta1 = per_value ? load(rows.beta + t * rows.stride + column + kLanes) : beta0;
-      const Vec u0 = hn::Mul(beta0, hn::Sub(load(v), p0));
-      const Vec u1 = hn::Mul(beta1, hn::Sub(load(v + kLanes), p1));
+      const Vec u0 = hn::Mul(beta0, hn::Sub(load(v), x0));
+      const Vec u1 = hn::Mul(beta1, hn::Sub(load(v + kLanes), x1));
       const float* k = block.k + t * block.ld;
       const float* q = block.q() + t * block.ld;
-      const float* decay = block.decay + (gate == Gate::kPerChannel ? t * block.ld : t);
+      const float* decays = block.decay + (gate == Gate::kPerChannel ? t * block.ld : t);
       const float* next = decayed + std::min(t + 1, block.n - 1) * block.ld;
       float* s = S.data + p * S.panel_stride;
       Vec o0 = zero(), o1 = zero();
-      p0 = p1 = zero();
+      x0 = x1 = zero();
       for (int64_t d = 0; d < K; ++d, s += S.row_stride) {
-        const Vec w = broadcast(decay[d * decay_step]);
+        const Vec decay = broadcast(decays[d * decay_step]);
         const Vec kd = broadcast(k[d]), qd = broadcast(q[d]), nd = broadcast(next[d]);
-        const Vec s0 = fma(kd, u0, hn::Mul(w, load(s)));
-        const Vec s1 = fma(kd, u1, hn::Mul(w, load(s + kLanes)));
+        const Vec s0 = fma(kd, u0, hn::Mul(decay, load(s)));
+        const Vec s1 = fma(kd, u1, hn::Mul(decay, load(s + kLanes)));
         store(s0, s);
         store(s1, s + kLanes);
         o0 = fma(qd, s0, o0);
         o1 = fma(qd, s1, o1);
-        p0 = fma(nd, s0, p0);
-        p1 = fma(nd, s1, p1);
+        x0 = fma(nd, s0, x0);
+        x1 = fma(nd, s1, x1);
       }
       const Vec c = broadcast(scale);
       store(hn::Mul(c, o0), rows.o + t * rows.stride + column);

@@ -146,10 +146,10 @@ class RecurrentKernel : public UnitKernel {
       const Vec u0 = hn::Mul(beta_of(p, t, 0), r0), u1 = hn::Mul(beta_of(p, t, kLanes), r1);
       float* next = token_states_ + (t + 1) * ld_ * kPanel;
       for (int64_t d = 0; d < head_->K; ++d) {
-        const Vec w = decay_of(t, d);
+        const Vec decay = decay_of(t, d);
         const Vec key = broadcast(block_.k[t * ld_ + d]);
-        store(fma(key, u0, hn::Mul(w, load(S + d * kPanel))), next + d * kPanel);
-        store(fma(key, u1, hn::Mul(w, load(S + d * kPanel + kLanes))), next + d * kPanel + kLanes);
+        store(fma(key, u0, hn::Mul(decay, load(S + d * kPanel))), next + d * kPanel);
+        store(fma(key, u1, hn::Mul(decay, load(S + d * kPanel + kLanes))), next + d * kPanel + kLanes);
       }
     }
   }
@@ -170,16 +170,16 @@ class RecurrentKernel : public UnitKernel {
     const Vec u0 = hn::Mul(beta0, r0), u1 = hn::Mul(beta1, r1);
     Vec du0 = zero(), du1 = zero();
     for (int64_t d = 0; d < head_->K; ++d) {
-      float* g = G_p + d * kPanel;
-      const Vec w = decay_of(t, d);
+      float* G_d = G_p + d * kPanel;
+      const Vec decay = decay_of(t, d);
       const Vec kd = broadcast(k[d]), qd = broadcast(q[d]);
-      const Vec s0 = fma(kd, u0, hn::Mul(w, load(S + d * kPanel)));
-      const Vec s1 = fma(kd, u1, hn::Mul(w, load(S + d * kPanel + kLanes)));
-      const Vec g0 = fma(qd, o0, load(g)), g1 = fma(qd, o1, load(g + kLanes));
-      store(g0, g);
-      store(g1, g + kLanes);
-      du0 = fma(kd, g0, du0);
-      du1 = fma(kd, g1, du1);
+      const Vec s0 = fma(kd, u0, hn::Mul(decay, load(S + d * kPanel)));
+      const Vec s1 = fma(kd, u1, hn::Mul(decay, load(S + d * kPanel + kLanes)));
+      const Vec G0 = fma(qd, o0, load(G_d)), G1 = fma(qd, o1, load(G_d + kLanes));
+      store(G0, G_d);
+      store(G1, G_d + kLanes);
+      du0 = fma(kd, G0, du0);
+      du1 = fma(kd, G1, du1);
       store(fma(o1, s1, fma(o0, s0, load(dq + d * kLanes))), dq + d * kLanes);
     }
     const Vec dv0 = hn::Mul(beta0, du0), dv1 = hn::Mul(beta1, du1);
@@ -189,18 +189,18 @@ class RecurrentKernel : public UnitKernel {
     store(hn::Mul(du0, r0), dbeta_ + at);
     store(hn::Mul(du1, r1), dbeta_ + at + kLanes);
     for (int64_t d = 0; d < head_->K; ++d) {
-      float* g = G_p + d * kPanel;
-      const Vec w = decay_of(t, d);
+      float* G_d = G_p + d * kPanel;
+      const Vec decay = decay_of(t, d);
       const Vec kd = broadcast(k[d]);
-      const Vec sd0 = hn::Mul(w, load(S + d * kPanel)), sd1 = hn::Mul(w, load(S + d * kPanel + kLanes));
-      Vec g0 = load(g), g1 = load(g + kLanes);
-      const Vec written = fma(u1, g1, fma(u0, g0, load(dk + d * kLanes)));
+      const Vec sd0 = hn::Mul(decay, load(S + d * kPanel)), sd1 = hn::Mul(decay, load(S + d * kPanel + kLanes));
+      Vec G0 = load(G_d), G1 = load(G_d + kLanes);
+      const Vec written = fma(u1, G1, fma(u0, G0, load(dk + d * kLanes)));
       store(fnma(dv1, sd1, fnma(dv0, sd0, written)), dk + d * kLanes);
-      g0 = fnma(kd, dv0, g0);
-      g1 = fnma(kd, dv1, g1);
-      store(fma(sd1, g1, fma(sd0, g0, load(dg + d * kLanes))), dg + d * kLanes);
-      store(hn::Mul(w, g0), g);
-      store(hn::Mul(w, g1), g + kLanes);
+      G0 = fnma(kd, dv0, G0);
+      G1 = fnma(kd, dv1, G1);
+      store(fma(sd1, G1, fma(sd0, G0, load(dg + d * kLanes))), dg + d * kLanes);
+      store(hn::Mul(decay, G0), G_d);
+      store(hn::Mul(decay, G1), G_d + kLanes);
     }
   }
 

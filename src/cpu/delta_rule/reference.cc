@@ -5,7 +5,7 @@
 // equal channels; the gradients of the narrower forms are the sums over the channels. Only the loads and stores know
 // the difference.
 //
-// One work item is one sequence and one q/k head with its group of value heads, so that dq and dk are summed over the
+// An item is one sequence and one q/k head with its group of value heads, so that dq and dk are summed over the
 // group in a fixed order. All scratch memory is doubles.
 #include <algorithm>
 #include <cmath>
@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/sequences.h"
 #include "core/workspace.h"
 #include "cpu/delta_rule/kernels.h"
 #include "cpu/reference.h"
@@ -85,13 +84,13 @@ struct Operator {
     return -gate_rate(h) * softplus(x);
   }
 
-  // The row of q, k or p of a head. Returns r with row = r * raw (1 without normalisation).
+  // The row of q, k or p of a head. Returns rstd with row = rstd * raw (1 without normalisation).
   double load_qk(const TensorView& x, int64_t b, int64_t t, int64_t head, double* row) const {
     load_row(x, at(x, {b, t, head}), K(), row);
     if (!options.qk_l2norm) return 1;
-    const double r = 1 / std::sqrt(dot(row, row, K()) + 1e-6);
-    for (int64_t d = 0; d < K(); ++d) row[d] *= r;
-    return r;
+    const double rstd = 1 / std::sqrt(dot(row, row, K()) + 1e-6);
+    for (int64_t d = 0; d < K(); ++d) row[d] *= rstd;
+    return rstd;
   }
 
   void load_token(int64_t b, int64_t t, int64_t h, const Token& token) const {
@@ -152,12 +151,6 @@ struct Operator {
 template <class Problem>
 Operator operator_of(const Problem& problem) {
   return {problem.sizes, problem.args.in, problem.args.options, problem.transition, problem.scale};
-}
-
-template <class Problem>
-std::vector<Sequence> sequences_of(const Problem& problem) {
-  return sequence_table(problem.sizes.batch, problem.sizes.tokens, problem.args.in.cu_seqlens,
-                        problem.args.options.chunk_size);
 }
 
 Token take_token(ScratchLayout& layout, const Operator& op) {
@@ -331,8 +324,8 @@ class HeadBackward {
       fill(d_o, V, 0);
     }
 
-    // G += s q^T do;  du = writer G.  Low rank, u = x:  dx = du, dv = k G.  Else, u = beta (v - x):  dbeta = du * (v -
-    // x), dv = beta * du, dx = -dv.
+    // G += scale q^T d_o;  du = writer G.
+    // Low rank, u = x:  dx = du, dv = k G.  Else, u = beta (v - x):  dbeta = du * (v - x), dv = beta * du, dx = -dv.
     double* du = dx;
     fill(du, V, 0);
     fill(dv, V, 0);
@@ -348,7 +341,7 @@ class HeadBackward {
       dx[j] = -dv[j];
     }
 
-    // dq = s do S_t^T;  d_writer = u G^T (low rank: dk = v G^T);  d_reader = dx S_{t-1}^T
+    // dq = scale d_o S_t^T;  d_writer = u G^T (low rank: dk = v G^T);  d_reader = dx S_{t-1}^T
     // dg = exp(g) rowsum(S_{t-1} * G);  G = diag(exp(g)) G + reader^T dx
     double* d_writer = (low_rank ? scratch_.d_writer : scratch_.dk) + i * K;
     for (int64_t d = 0; d < K; ++d) {
@@ -426,7 +419,7 @@ class HeadBackward {
   double* const ddt_bias_;
 };
 
-// Through the normalisation of every row of q, k or another key of a head, y = r x: dx = r (dy - y (y . dy)).
+// Through the normalisation of every row of q, k or another key of a head, y = rstd x: dx = rstd (dy - y (y . dy)).
 void store_dqk(const Operator& op, const Sequence& sequence, int64_t head, const TensorView& x, const TensorView& dx,
                double* dy, double* y) {
   if (!dx.present()) return;
@@ -434,9 +427,9 @@ void store_dqk(const Operator& op, const Sequence& sequence, int64_t head, const
   for (int64_t i = 0; i < sequence.length; ++i, dy += K) {
     const int64_t t = sequence.begin + i;
     if (op.options.qk_l2norm) {
-      const double r = op.load_qk(x, b, t, head, y);
+      const double rstd = op.load_qk(x, b, t, head, y);
       const double along = dot(y, dy, K);
-      for (int64_t d = 0; d < K; ++d) dy[d] = r * (dy[d] - y[d] * along);
+      for (int64_t d = 0; d < K; ++d) dy[d] = rstd * (dy[d] - y[d] * along);
     }
     store_row(dx, at(dx, {b, t, head}), K, dy);
   }
@@ -448,8 +441,7 @@ void reference_forward(const DeltaRuleForwardProblem& problem, const Context& co
   const Operator op = operator_of(problem);
   const DeltaRuleForward& args = problem.args;
   for_each_item(
-      op.sizes.num_heads, sequences_of(problem), context,
-      [&](ScratchLayout& layout) { return forward_layout(layout, op); },
+      op.sizes.num_heads, problem.sequences, context, [&](ScratchLayout& layout) { return forward_layout(layout, op); },
       [&](const Sequence& sequence, int64_t head, const ForwardScratch& scratch) {
         for (int64_t h = head * op.sizes.group; h < (head + 1) * op.sizes.group; ++h) {
           op.load_optional_state(op.in.initial_state, sequence.index, h, scratch.S);
@@ -465,8 +457,7 @@ void reference_step(const DeltaRuleStepProblem& problem, const Context& context)
   const Operator op = operator_of(problem);
   const DeltaRuleStep& args = problem.args;
   for_each_item(
-      op.sizes.num_heads, sequences_of(problem), context,
-      [&](ScratchLayout& layout) { return forward_layout(layout, op); },
+      op.sizes.num_heads, problem.sequences, context, [&](ScratchLayout& layout) { return forward_layout(layout, op); },
       [&](const Sequence& sequence, int64_t head, const ForwardScratch& scratch) {
         const int64_t slot = args.state_indices.present()
                                  ? load_integer(args.state_indices.data, args.state_indices.dtype,
@@ -490,7 +481,7 @@ void reference_step(const DeltaRuleStepProblem& problem, const Context& context)
 void reference_backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   const Operator op = operator_of(problem);
   const DeltaRuleBackward& args = problem.args;
-  const std::vector<Sequence> sequences = sequences_of(problem);
+  const std::vector<Sequence>& sequences = problem.sequences;
   const int64_t K = op.K(), HV = op.sizes.num_value_heads, C = op.options.chunk_size;
   const int64_t N = static_cast<int64_t>(sequences.size()), width = op.gate_width();
 

@@ -1,8 +1,8 @@
 #include "cpu/delta_rule/registry.h"
 
+#include <algorithm>
 #include <string>
 
-#include "core/sequences.h"
 #include "cpu/decline_reasons.h"
 #include "cpu/delta_rule/kernels.h"
 #include "cpu/delta_rule/partition.h"
@@ -18,11 +18,8 @@ std::string no_beta_per_value(const Problem& problem) {
 
 bool has_long_sequence(const DeltaRuleForwardProblem& problem) {
   if (!problem.args.in.cu_seqlens.present()) return problem.sizes.tokens >= kCrossoverTokens;
-  for (const Sequence& s : sequence_table(problem.sizes.batch, problem.sizes.tokens, problem.args.in.cu_seqlens,
-                                          problem.args.options.chunk_size)) {
-    if (s.length >= kCrossoverTokens) return true;
-  }
-  return false;
+  return std::any_of(problem.sequences.begin(), problem.sequences.end(),
+                     [](const Sequence& s) { return s.length >= kCrossoverTokens; });
 }
 
 constexpr Implementation<DeltaRuleForwardProblem> kForward[] = {

@@ -40,7 +40,7 @@ struct BackwardScratch {
   float* dbias;           // [ld]
   float* dy;              // [ld]
   float* dx;              // [ld]
-  Rows delta, dw, d_final, d_start;
+  WindowRows delta, dw, d_final, d_start;
 
   void lay_out(ScratchLayout& layout, const ShortConvSizes& sizes) {
     const int64_t ld = most_columns(sizes), W = sizes.width;
@@ -156,14 +156,14 @@ void backward(const ShortConvBackwardProblem& problem, const Context& context) {
   const ShortConvBackward& args = problem.args;
   const ShortConvSizes& sizes = problem.sizes;
   const int64_t W = sizes.width, D = sizes.channels;
-  const ShortConvWork work = short_conv_work(problem, false);
-  const int64_t items = work.num_groups() * work.channel_blocks;
+  const ShortConvPartition partition = partition_of(problem, false);
+  const int64_t items = partition.num_groups() * partition.channel_blocks;
   // A token and channel costs 3 W multiply-adds, and about 30 for the rest.
   const int threads = useful_threads(num_threads(context), items, sizes.batch * sizes.tokens * D * (3 * W + 30));
   ScratchLayout measure;
   BackwardScratch().lay_out(measure, sizes);
   const size_t each = measure.bytes();
-  measure.take<float>(work.num_groups() * (W + 1) * D);
+  measure.take<float>(partition.num_groups() * (W + 1) * D);
   const size_t partial_bytes = measure.bytes() - each;
   const Workspace workspace(context, partial_bytes + each * static_cast<size_t>(threads));
   float* const partials = static_cast<float*>(workspace.data());
@@ -172,19 +172,20 @@ void backward(const ShortConvBackwardProblem& problem, const Context& context) {
     ScratchLayout layout(static_cast<char*>(workspace.data()) + partial_bytes + each * static_cast<size_t>(thread));
     BackwardScratch scratch;
     scratch.lay_out(layout, sizes);
-    const Block block = block_of(sizes, item % work.channel_blocks);
-    const int64_t group = item / work.channel_blocks;
+    const Block block = block_of(sizes, item % partition.channel_blocks);
+    const int64_t group = item / partition.channel_blocks;
     scratch.open(args, block);
-    for (int64_t i = work.groups[static_cast<size_t>(group)]; i < work.groups[static_cast<size_t>(group) + 1]; ++i) {
-      const TokenRange& range = work.ranges[static_cast<size_t>(i)];
-      run_range(args, work.sequences[static_cast<size_t>(range.sequence)], range, block, scratch);
+    for (int64_t i = partition.groups[static_cast<size_t>(group)]; i < partition.groups[static_cast<size_t>(group) + 1];
+         ++i) {
+      const TokenRange& range = partition.ranges[static_cast<size_t>(i)];
+      run_range(args, problem.sequences[static_cast<size_t>(range.sequence)], range, block, scratch);
     }
     float* const partial = partials + group * (W + 1) * D + block.first;
     const size_t bytes = static_cast<size_t>(block.count) * sizeof(float);
     for (int64_t i = 0; i < W; ++i) std::memcpy(partial + i * D, scratch.dw[i], bytes);
     std::memcpy(partial + W * D, scratch.dbias, bytes);
   });
-  store_weight_gradients(args, sizes, partials, work.num_groups());
+  store_weight_gradients(args, sizes, partials, partition.num_groups());
 }
 
 }  // namespace

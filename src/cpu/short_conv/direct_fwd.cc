@@ -86,8 +86,8 @@ void run_range(const ShortConvStep& args, const Sequence& s, const TokenRange& r
 template <class Problem>
 HWY_INLINE void run(const Problem& problem, const Context& context, bool whole) {
   const ShortConvSizes& sizes = problem.sizes;
-  const ShortConvWork work = short_conv_work(problem, whole);
-  const int64_t items = work.num_groups() * work.channel_blocks;
+  const ShortConvPartition partition = partition_of(problem, whole);
+  const int64_t items = partition.num_groups() * partition.channel_blocks;
   // A token and channel costs W multiply-adds, and about 20 for the rest.
   const int threads =
       useful_threads(num_threads(context), items, sizes.batch * sizes.tokens * sizes.channels * (sizes.width + 20));
@@ -99,12 +99,12 @@ HWY_INLINE void run(const Problem& problem, const Context& context, bool whole) 
     ScratchLayout layout(static_cast<char*>(workspace.data()) + measure.bytes() * static_cast<size_t>(thread));
     ForwardScratch scratch;
     scratch.lay_out(layout, sizes);
-    const Block block = block_of(sizes, item % work.channel_blocks);
-    const size_t group = static_cast<size_t>(item / work.channel_blocks);
+    const Block block = block_of(sizes, item % partition.channel_blocks);
+    const size_t group = static_cast<size_t>(item / partition.channel_blocks);
     scratch.filter.open(problem.args.in, problem.args.options, block);
-    for (int64_t i = work.groups[group]; i < work.groups[group + 1]; ++i) {
-      const TokenRange& range = work.ranges[static_cast<size_t>(i)];
-      run_range(problem.args, work.sequences[static_cast<size_t>(range.sequence)], range, block, scratch);
+    for (int64_t i = partition.groups[group]; i < partition.groups[group + 1]; ++i) {
+      const TokenRange& range = partition.ranges[static_cast<size_t>(i)];
+      run_range(problem.args, problem.sequences[static_cast<size_t>(range.sequence)], range, block, scratch);
     }
   });
 }

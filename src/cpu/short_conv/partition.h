@@ -1,11 +1,10 @@
-// How a short convolution is cut for the parallel loop.
+// How a short convolution is cut into items for the parallel loop: by ranges of tokens and blocks of channels.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
-#include "core/sequences.h"
 #include "core/short_conv_problem.h"
 
 namespace fastweight::cpu {
@@ -23,8 +22,7 @@ struct TokenRange {
 inline constexpr int64_t kRangeTokens = 256;
 inline constexpr int64_t kBlockChannels = 512;
 
-struct ShortConvWork {
-  std::vector<Sequence> sequences;
+struct ShortConvPartition {
   std::vector<TokenRange> ranges;
   std::vector<int64_t> groups;  // where each begins among the ranges, and the end of the last one
   int64_t channel_blocks;
@@ -34,29 +32,26 @@ struct ShortConvWork {
 
 // `whole`: sequences are not cut, as where states advance in place.
 template <class Problem>
-ShortConvWork short_conv_work(const Problem& problem, bool whole) {
+ShortConvPartition partition_of(const Problem& problem, bool whole) {
   const ShortConvSizes& sizes = problem.sizes;
-  const TensorView none;
-  ShortConvWork work;
-  work.sequences =
-      sequence_table(sizes.batch, sizes.tokens, sizes.num_sequences > 0 ? problem.args.in.cu_seqlens : none, 1);
-  work.channel_blocks = (sizes.channels + kBlockChannels - 1) / kBlockChannels;
+  ShortConvPartition partition;
+  partition.channel_blocks = (sizes.channels + kBlockChannels - 1) / kBlockChannels;
   int64_t size = kRangeTokens;  // of the open group
-  for (const Sequence& s : work.sequences) {
+  for (const Sequence& s : problem.sequences) {
     int64_t begin = 0;
     do {
       const int64_t end = whole ? s.length : std::min(begin + kRangeTokens, s.length);
       if (size >= kRangeTokens) {
-        work.groups.push_back(static_cast<int64_t>(work.ranges.size()));
+        partition.groups.push_back(static_cast<int64_t>(partition.ranges.size()));
         size = 0;
       }
-      work.ranges.push_back({s.index, begin, end});
+      partition.ranges.push_back({s.index, begin, end});
       size += end - begin + sizes.width;  // a window is opened even for no token
       begin = end;
     } while (begin < s.length);
   }
-  work.groups.push_back(static_cast<int64_t>(work.ranges.size()));
-  return work;
+  partition.groups.push_back(static_cast<int64_t>(partition.ranges.size()));
+  return partition;
 }
 
 }  // namespace fastweight::cpu

@@ -1,12 +1,10 @@
 // The short convolution in double precision: the definition as loops. It takes every valid problem and is what all
-// other implementations are measured against. A work item is one channel of all sequences.
+// other implementations are measured against. An item is one channel of all sequences.
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
-#include <vector>
 
-#include "core/sequences.h"
 #include "cpu/parallel.h"
 #include "cpu/reference.h"
 #include "cpu/scalar_types.h"
@@ -57,19 +55,17 @@ struct Filter {
   }
 };
 
-// body(filter, sequences) for every channel.
+// body(filter) for every channel.
 template <class Problem, class Body>
 void for_each_channel(const Problem& problem, const Context& context, const Body& body) {
   const ShortConvInputs& in = problem.args.in;
   const ShortConvSizes& sizes = problem.sizes;
-  const std::vector<Sequence> sequences =
-      sequence_table(sizes.batch, sizes.tokens, sizes.num_sequences > 0 ? in.cu_seqlens : TensorView(), 1);
   const int threads = static_cast<int>(std::min<int64_t>(num_threads(context), sizes.channels));
   parallel_for(sizes.channels, threads, [&](int64_t d, int) {
     Filter filter{in, sizes.width, d, problem.args.options.activation == Activation::kSilu, {}, 0};
     for (int64_t i = 0; i < sizes.width; ++i) filter.w[static_cast<size_t>(i)] = load(in.w, at(in.w, {d, i}));
     if (in.bias.present()) filter.bias = load(in.bias, at(in.bias, {d}));
-    body(filter, sequences);
+    body(filter);
   });
 }
 
@@ -85,8 +81,8 @@ void run(const Filter& filter, const Sequence& s, const Taps& before, const Tens
 
 void reference_forward(const ShortConvForwardProblem& problem, const Context& context) {
   const ShortConvForward& args = problem.args;
-  for_each_channel(problem, context, [&](const Filter& filter, const std::vector<Sequence>& sequences) {
-    for (const Sequence& s : sequences) {
+  for_each_channel(problem, context, [&](const Filter& filter) {
+    for (const Sequence& s : problem.sequences) {
       const Taps before = filter.load_state(args.in.initial_state, s.index);
       run(filter, s, before, args.residual, args.y);
       filter.store_state(args.final_state, s.index, filter.state_after(s, before));
@@ -96,8 +92,8 @@ void reference_forward(const ShortConvForwardProblem& problem, const Context& co
 
 void reference_step(const ShortConvStepProblem& problem, const Context& context) {
   const ShortConvStep& args = problem.args;
-  for_each_channel(problem, context, [&](const Filter& filter, const std::vector<Sequence>& sequences) {
-    for (const Sequence& s : sequences) {
+  for_each_channel(problem, context, [&](const Filter& filter) {
+    for (const Sequence& s : problem.sequences) {
       const TensorView& indices = args.state_indices;
       const int64_t slot =
           indices.present() ? load_integer(indices.data, indices.dtype, at(indices, {s.index})) : s.index;
@@ -114,11 +110,11 @@ void reference_step(const ShortConvStepProblem& problem, const Context& context)
 
 void reference_backward(const ShortConvBackwardProblem& problem, const Context& context) {
   const ShortConvBackward& args = problem.args;
-  for_each_channel(problem, context, [&](const Filter& filter, const std::vector<Sequence>& sequences) {
+  for_each_channel(problem, context, [&](const Filter& filter) {
     const int64_t W = filter.W, d = filter.d;
     Taps dw{};
     double dbias = 0;
-    for (const Sequence& s : sequences) {
+    for (const Sequence& s : problem.sequences) {
       const Taps before = filter.load_state(args.in.initial_state, s.index);
       const Taps d_after = filter.load_state(args.d_final_state, s.index);
       const auto delta = [&](int64_t t) {

@@ -39,8 +39,8 @@ HWY_INLINE int64_t most_columns(const ShortConvSizes& sizes) {
   return round_up(std::min(kBlockChannels, sizes.channels), kLanes);
 }
 
-// The rows of a window, oldest first.
-struct Rows {
+// W rows of a block of channels, oldest first: a window, the taps, a state.
+struct WindowRows {
   std::array<float*, 16> row;
 
   void point_at(float* buffer, int64_t W, int64_t ld) {
@@ -74,7 +74,7 @@ HWY_INLINE void store_token(const float* row, const TensorView& x, const Sequenc
 // Rows from and to the columns of a [channels, W] matrix that begins at `data`. Usually it is dense with W = 4: then it
 // is converted as one row and the columns are picked apart in registers. `packed` holds W * ld numbers.
 HWY_NOINLINE inline void load_columns(const char* data, DType dtype, int64_t channel_stride, int64_t column_stride,
-                                      int64_t W, const Block& block, float* packed, const Rows& rows) {
+                                      int64_t W, const Block& block, float* packed, const WindowRows& rows) {
   const int64_t ld = block.ld;
   if (W == 4 && column_stride == 1 && channel_stride == W) {
     load_row(data, dtype, 1, W * block.count, packed, W * ld);
@@ -93,7 +93,7 @@ HWY_NOINLINE inline void load_columns(const char* data, DType dtype, int64_t cha
   }
 }
 
-HWY_NOINLINE inline void store_columns(const Rows& rows, char* data, DType dtype, int64_t channel_stride,
+HWY_NOINLINE inline void store_columns(const WindowRows& rows, char* data, DType dtype, int64_t channel_stride,
                                        int64_t column_stride, int64_t W, const Block& block, float* packed) {
   if (W == 4 && column_stride == 1 && channel_stride == W) {
     for (int64_t c = 0; c < block.ld; c += kLanes) {
@@ -113,7 +113,7 @@ HWY_INLINE char* state_begin(const TensorView& state, int64_t slot, const Block&
   return static_cast<char*>(state.data) + offset * element_size(state.dtype);
 }
 HWY_NOINLINE inline void load_state(const TensorView& state, int64_t slot, int64_t W, const Block& block, float* packed,
-                                    const Rows& rows) {
+                                    const WindowRows& rows) {
   if (state.present()) {
     load_columns(state_begin(state, slot, block), state.dtype, state.strides[1], state.strides[2], W, block, packed,
                  rows);
@@ -121,7 +121,7 @@ HWY_NOINLINE inline void load_state(const TensorView& state, int64_t slot, int64
     for (int64_t i = 0; i < W; ++i) fill_row(rows[i], block.ld, 0);
   }
 }
-HWY_NOINLINE inline void store_state(const Rows& rows, const TensorView& state, int64_t slot, int64_t W,
+HWY_NOINLINE inline void store_state(const WindowRows& rows, const TensorView& state, int64_t slot, int64_t W,
                                      const Block& block, float* packed) {
   store_columns(rows, state_begin(state, slot, block), state.dtype, state.strides[1], state.strides[2], W, block,
                 packed);
@@ -135,8 +135,8 @@ struct Filter {
   float* x_buffer;  // [W][ld]
   float* bias;      // [ld]
   float* packed;    // [W * ld]
-  Rows w;           // row i: tap i of every channel
-  Rows x;           // the window
+  WindowRows w;     // row i: tap i of every channel
+  WindowRows x;     // the window
 
   void lay_out(ScratchLayout& layout, const ShortConvSizes& sizes) {
     const int64_t ld = most_columns(sizes);

@@ -37,7 +37,7 @@ HWY_INLINE void store_bf16(Vec x, uint16_t* p) {
   hn::StoreU(hn::DemoteTo(U16(), result), U16(), p);
 }
 
-// Highway 1.0.3 converts fp16 without infinities, NaN and rounding where the hardware has no instruction for it.
+// Highway converts fp16 without infinities and NaN, 1.0.3 also without rounding, where the hardware has no instruction.
 #if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
 HWY_INLINE Vec load_f16(const uint16_t* p) {
   alignas(64) float values[kLanes];

@@ -206,15 +206,10 @@ void inner_norm_adjoint(const Head& head, BackwardScratch& s) {
   }
 }
 
-// dq, dk, dv and deta of the mini-batch from everything above; `h` is the state before it.
-void token_gradients(const Head& head, const float* h, BackwardScratch& s) {
-  const MiniBatch& mb = s.mb;
-  const int64_t rows = mb.rows, ld = mb.ld;
+// Dm = lower(dyo n^T) both ways round; its row sums belong to deta.
+HWY_INLINE void move_gradients(BackwardScratch& s) {
+  const int64_t rows = s.mb.rows, ld = s.mb.ld;
   const float* dyo_columns = s.grad_columns + rows;
-  transpose(s.grads, ld, 2 * rows, ld, s.grad_columns, 2 * rows);
-  transpose(mb.n, ld, rows, ld, s.n_columns, rows);
-
-  // Dm both ways round; row sums of Dm belong to deta.
   product<Columns, Start::kZero>({.rows = rows,
                                   .columns = rows,
                                   .depth = ld,
@@ -237,6 +232,12 @@ void token_gradients(const Head& head, const float* h, BackwardScratch& s) {
     s.deta[i] -= sum_of_lanes(sum);
   }
   transpose(s.Dm, rows, rows, rows, s.Dm_columns, rows);
+}
+
+// Dk = Dm k and Dq = Dm^T (eta q).
+HWY_INLINE void move_products(BackwardScratch& s) {
+  const MiniBatch& mb = s.mb;
+  const int64_t rows = mb.rows, ld = mb.ld;
   std::memset(s.Dk, 0, static_cast<size_t>(rows * ld) * sizeof(float));
   add_triangular<Triangle::kLower>(ColumnMatrix{s.Dm_columns, rows}, mb.k, ld, s.Dk, ld, ld);
   for (int64_t i = 0; i < rows; ++i) {
@@ -245,7 +246,11 @@ void token_gradients(const Head& head, const float* h, BackwardScratch& s) {
   }
   std::memset(s.Dq, 0, static_cast<size_t>(rows * ld) * sizeof(float));
   add_triangular<Triangle::kUpper>(RowMatrix{s.Dm, rows}, s.eta_q, ld, s.Dq, ld, ld);
-  // Sums over state columns: (dz; dyo) h^T and n dh^T.
+}
+
+// Sums over state columns: (dz; dyo) h^T and n dh^T.
+HWY_INLINE void state_products(const float* h, BackwardScratch& s) {
+  const int64_t rows = s.mb.rows, ld = s.mb.ld;
   product<PanelRows, Start::kZero>({.rows = ld,
                                     .columns = 2 * rows,
                                     .depth = kPanel,
@@ -270,8 +275,18 @@ void token_gradients(const Head& head, const float* h, BackwardScratch& s) {
                                     .c_stride = rows});
   transpose(s.h_columns, 2 * rows, ld, 2 * rows, s.h_rows, ld);
   transpose(s.dh_columns, rows, ld, rows, s.dh_rows, ld);
+}
 
-  // dk over dz h^T, dq over dyo h^T, dv over y.
+// dq, dk, dv and deta of the mini-batch from everything above; `h` is the state before it. dk comes to lie over dz h^T,
+// dq over dyo h^T, dv over y.
+void token_gradients(const Head& head, const float* h, BackwardScratch& s) {
+  const MiniBatch& mb = s.mb;
+  const int64_t rows = mb.rows, ld = mb.ld;
+  transpose(s.grads, ld, 2 * rows, ld, s.grad_columns, 2 * rows);
+  transpose(mb.n, ld, rows, ld, s.n_columns, rows);
+  move_gradients(s);
+  move_products(s);
+  state_products(h, s);
   const Vec scale = broadcast(head.scale), last_eta = broadcast(mb.last_eta());
   for (int64_t i = 0; i < mb.tokens; ++i) {
     const Vec eta = broadcast(mb.eta[i]);
@@ -372,7 +387,7 @@ void backward(const TttLinearBackwardProblem& problem, const Context& context) {
   const TttLinearSizes& sizes = problem.sizes;
   const int64_t C = problem.args.options.mini_batch, D = sizes.head_dim;
   const int64_t ld = padded_width(D);
-  const auto sequences = sequence_table(sizes.batch, sizes.tokens, problem.args.in.cu_seqlens, static_cast<int32_t>(C));
+  const std::vector<Sequence>& sequences = problem.sequences;
   const std::vector<int64_t> order = longest_first(sequences);
   const int64_t longest = order.empty() ? 0 : sequences[static_cast<size_t>(order[0])].length;
   const int64_t items = static_cast<int64_t>(order.size()) * sizes.num_heads;

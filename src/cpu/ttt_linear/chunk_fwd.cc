@@ -170,9 +170,9 @@ void run_steps(const TttLinearStepProblem& problem, const Sequence& sequence, in
 }
 
 // The heads of a sequence share one count, so it is written when all of them are done.
-void advance_positions(const TttLinearStepProblem& problem, const std::vector<Sequence>& sequences) {
+void advance_positions(const TttLinearStepProblem& problem) {
   const TttLinearStep& args = problem.args;
-  for (const Sequence& sequence : sequences) {
+  for (const Sequence& sequence : problem.sequences) {
     int64_t slot = sequence.index;
     if (args.state_indices.present()) {
       slot = load_integer(args.state_indices.data, args.state_indices.dtype, slot * args.state_indices.strides[0]);
@@ -187,10 +187,9 @@ void advance_positions(const TttLinearStepProblem& problem, const std::vector<Se
 
 // run(problem, sequence, head, scratch) for every head of every sequence, longest sequences first.
 template <class Scratch, class Problem, class Run>
-HWY_INLINE void run_heads(const Problem& problem, const Context& context, const std::vector<Sequence>& sequences,
-                          Run run) {
+HWY_INLINE void run_heads(const Problem& problem, const Context& context, Run run) {
   const TttLinearSizes& sizes = problem.sizes;
-  const std::vector<int64_t> order = longest_first(sequences);
+  const std::vector<int64_t> order = longest_first(problem.sequences);
   const int64_t items = static_cast<int64_t>(order.size()) * sizes.num_heads;
   const int threads = useful_threads(
       num_threads(context), items, 3 * sizes.batch * sizes.tokens * sizes.num_heads * sizes.head_dim * sizes.head_dim);
@@ -203,21 +202,17 @@ HWY_INLINE void run_heads(const Problem& problem, const Context& context, const 
     Scratch scratch;
     scratch.lay_out(layout, problem);
     const int64_t sequence = order[static_cast<size_t>(i / sizes.num_heads)];
-    run(problem, sequences[static_cast<size_t>(sequence)], i % sizes.num_heads, scratch);
+    run(problem, problem.sequences[static_cast<size_t>(sequence)], i % sizes.num_heads, scratch);
   });
 }
 
 void forward(const TttLinearForwardProblem& problem, const Context& context) {
-  const auto sequences = sequence_table(problem.sizes.batch, problem.sizes.tokens, problem.args.in.cu_seqlens,
-                                        problem.args.options.mini_batch);
-  run_heads<ForwardScratch>(problem, context, sequences, run_sequence);
+  run_heads<ForwardScratch>(problem, context, run_sequence);
 }
 
 void step(const TttLinearStepProblem& problem, const Context& context) {
-  const auto sequences = sequence_table(problem.sizes.batch, problem.sizes.tokens, problem.args.in.cu_seqlens,
-                                        problem.args.options.mini_batch);
-  run_heads<StepScratch>(problem, context, sequences, run_steps);
-  advance_positions(problem, sequences);
+  run_heads<StepScratch>(problem, context, run_steps);
+  advance_positions(problem);
 }
 
 }  // namespace

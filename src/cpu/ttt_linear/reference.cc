@@ -5,13 +5,12 @@
 // same arithmetic in the same order as a forward. The backward takes mini-batches as a whole. The C - L rows that
 // extend a partial mini-batch are equal: there is one of them, and its contributions count C - L times.
 //
-// One work item is one sequence and head. All scratch memory is doubles.
+// An item is one sequence and head. All scratch memory is doubles.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
 
-#include "core/sequences.h"
 #include "core/workspace.h"
 #include "cpu/reference.h"
 #include "cpu/scalar_types.h"
@@ -100,12 +99,6 @@ struct Operator {
 template <class Problem>
 Operator operator_of(const Problem& problem) {
   return {problem.sizes, problem.args.in, problem.args.options, problem.scale};
-}
-
-template <class Problem>
-std::vector<Sequence> sequences_of(const Problem& problem) {
-  return sequence_table(problem.sizes.batch, problem.sizes.tokens, problem.args.in.cu_seqlens,
-                        problem.args.options.mini_batch);
 }
 
 // The gradient of the inner loss at one row, from z to n, with what the backward needs of the way there.
@@ -441,8 +434,7 @@ void reference_forward(const TttLinearForwardProblem& problem, const Context& co
   const Operator op = operator_of(problem);
   const TttLinearForward& args = problem.args;
   for_each_item(
-      op.sizes.num_heads, sequences_of(problem), context,
-      [&](ScratchLayout& layout) { return forward_layout(layout, op); },
+      op.sizes.num_heads, problem.sequences, context, [&](ScratchLayout& layout) { return forward_layout(layout, op); },
       [&](const Sequence& sequence, int64_t h, ForwardScratch scratch) {
         const Open& open = scratch.open;
         op.load_optional(op.in.initial_state, op.in.initial_state_bias, sequence.index, h, open.h, open.c);
@@ -457,7 +449,7 @@ void reference_forward(const TttLinearForwardProblem& problem, const Context& co
 void reference_step(const TttLinearStepProblem& problem, const Context& context) {
   const Operator op = operator_of(problem);
   const TttLinearStep& args = problem.args;
-  const std::vector<Sequence> sequences = sequences_of(problem);
+  const std::vector<Sequence>& sequences = problem.sequences;
   const auto slot_of = [&](const Sequence& sequence) {
     return args.state_indices.present() ? load_integer(args.state_indices.data, args.state_indices.dtype,
                                                        at(args.state_indices, {sequence.index}))
@@ -498,7 +490,7 @@ void reference_step(const TttLinearStepProblem& problem, const Context& context)
 void reference_backward(const TttLinearBackwardProblem& problem, const Context& context) {
   const Operator op = operator_of(problem);
   const TttLinearBackward& args = problem.args;
-  const std::vector<Sequence> sequences = sequences_of(problem);
+  const std::vector<Sequence>& sequences = problem.sequences;
   const int64_t N = static_cast<int64_t>(sequences.size()), H = op.sizes.num_heads, D = op.D();
   int64_t max_mini_batches = 0;
   for (const Sequence& sequence : sequences) {

@@ -18,7 +18,7 @@ __device__ __forceinline__ GridPlace grid_place() {
   return {static_cast<int>(threadIdx.x) / kAcross, static_cast<int>(threadIdx.x) % kAcross};
 }
 
-__device__ __forceinline__ float4& quad_at(float* matrix, int row, int column) {
+__device__ __forceinline__ float4& vec4_at(float* matrix, int row, int column) {
   return *reinterpret_cast<float4*>(matrix + row * kPitch + column);
 }
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ void add_to_dk(const KeyGradient& gradient, const Chu
   }
   if (!head.last || row >= span.length) return;
   const DeviceTensor& dk = gradient.dk;
-  store_row_quad(dk, row_offset(dk, span.batch, span.begin + row, head.key), column, gradient.head_dim_k, values);
+  store_row_vec4(dk, row_offset(dk, span.batch, span.begin + row, head.key), column, gradient.head_dim_k, values);
 }
 
 // One number per row to the caller, from what the 16 threads of the row have.
@@ -82,8 +82,7 @@ __device__ __forceinline__ void store_numbers(const DeviceTensor& x, const Chunk
   }
 }
 
-// ---- Chunk matrices
-// ---------------------------------------------------------------------------------------------------
+// ---- Chunk matrices -------------------------------------------------------------------------------------------------
 
 // A chunk matrix [B, T, HV, C] without what stands above the diagonal, or on it. use(row, column, values) for its
 // vec4s.
@@ -109,8 +108,8 @@ __device__ __forceinline__ void transposed_product(float* J, float* G, int rows,
 #pragma unroll 4
   for (int m = 4 * at.row; m < rows; ++m) {
     float a[4], b[4];
-    unpack(quad_at(J, m, 4 * at.row), a);
-    unpack(quad_at(G, m, 4 * at.column), b);
+    unpack(vec4_at(J, m, 4 * at.row), a);
+    unpack(vec4_at(G, m, 4 * at.column), b);
     outer_product(a, b, c);
   }
 }
@@ -147,7 +146,7 @@ __device__ __forceinline__ void store_inverse_adjoint(const DeviceTensor& da, co
       float values[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) values[j] = 4 * at.column + j < row ? -c[i][j] : 0.0f;
-      store_row_quad(da, row_offset(da, span.batch, span.begin + row, head), 4 * at.column, chunk_size, values);
+      store_row_vec4(da, row_offset(da, span.batch, span.begin + row, head), 4 * at.column, chunk_size, values);
     }
   }
   __syncthreads();  // both slabs have been read

@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kTile = 8;                // tokens
-constexpr int64_t kTokensApart = 64;    // of a chunk, where gates are not summed and the cut is one of convenience
+constexpr int64_t kUnsummedChunk = 64;  // tokens, where gates are not summed and the cut is one of convenience
 constexpr int64_t kTokensPerRun = 128;  // of the backward, at least
 
 enum class Form { kNone, kSoftplus, kBounded };
@@ -245,23 +245,24 @@ struct FinishArgs {
 // The sums of the runs to the caller, a block per head. Each column of the head has `lanes` threads, which add every
 // lanes-th run; what they have is added in their order, and the columns of the head in theirs.
 __global__ void __launch_bounds__(kThreads) gate_sums_kernel(const __grid_constant__ FinishArgs args) {
-  __shared__ double parts[kThreads];
-  int together = 1;  // columns
-  while (together < args.per_head && together < kThreads) together *= 2;
-  const int lanes = kThreads / together, column = threadIdx.x % together, lane = threadIdx.x / together;
+  __shared__ double partial_sums[kThreads];
+  int columns_at_once = 1;
+  while (columns_at_once < args.per_head && columns_at_once < kThreads) columns_at_once *= 2;
+  const int lanes = kThreads / columns_at_once, column = threadIdx.x % columns_at_once,
+            lane = threadIdx.x / columns_at_once;
   for (int64_t head = blockIdx.x; head < args.heads; head += gridDim.x) {
     double da_log = 0;
-    for (int64_t base = 0; base < args.per_head; base += together) {
+    for (int64_t base = 0; base < args.per_head; base += columns_at_once) {
       const bool there = base + column < args.per_head;
       for (int row = 0; row < 2; ++row) {
         const double* sums = args.sums + row * args.columns + head * args.per_head + base + column;
         double sum = 0;
         for (int64_t run = lane; there && run < args.num_runs; run += lanes) sum += sums[2 * run * args.columns];
-        parts[threadIdx.x] = sum;
+        partial_sums[threadIdx.x] = sum;
         __syncthreads();
         if (lane == 0) {
-          for (int other = 1; other < lanes; ++other) sum += parts[other * together + column];
-          parts[column] = sum;
+          for (int other = 1; other < lanes; ++other) sum += partial_sums[other * columns_at_once + column];
+          partial_sums[column] = sum;
           const DeviceTensor& out = args.ddt_bias;
           if (row == 1 && there && out.present()) {
             const int64_t at = head * out.strides[0] + (base + column) * out.strides[1];
@@ -270,9 +271,9 @@ __global__ void __launch_bounds__(kThreads) gate_sums_kernel(const __grid_consta
         }
         __syncthreads();
         if (row == 0 && threadIdx.x == 0) {
-          for (int c = 0; c < together && base + c < args.per_head; ++c) da_log += parts[c];
+          for (int c = 0; c < columns_at_once && base + c < args.per_head; ++c) da_log += partial_sums[c];
         }
-        __syncthreads();  // before the next sums overwrite the parts
+        __syncthreads();  // before the next sums overwrite the partial sums
       }
     }
     if (threadIdx.x == 0 && args.da_log.present()) {
@@ -321,7 +322,7 @@ Args args_of(const GateActivationInputs& in, const GateActivationOptions& option
 
 // Without a chunk size, sequences do not matter.
 NumberedChunks chunks_of(const BlockSizes& sizes, const TensorView& cu_seqlens, const Context& context) {
-  if (sizes.chunk_size == 0) return {device_sequences({}, sizes.batch, sizes.tokens), kTokensApart, context};
+  if (sizes.chunk_size == 0) return {device_sequences({}, sizes.batch, sizes.tokens), kUnsummedChunk, context};
   return number_chunks(sizes, cu_seqlens, context);
 }
 

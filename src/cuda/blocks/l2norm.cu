@@ -20,7 +20,7 @@ constexpr int kVec4s = 2;  // of a lane at a time
 constexpr int kAxes = kMaxRank - 1;
 
 // Rows [..] of a tensor [.., D], their axes merged where they lie one after the other.
-struct Rows {
+struct MergedRows {
   int64_t count = 1;
   int axes = 0;
   int64_t extents[kAxes] = {};
@@ -34,14 +34,14 @@ struct RowTensor {
 };
 
 struct Args {
-  Rows rows;
+  MergedRows rows;
   RowTensor x, y, dy, dx;  // forward: x, y; backward: y, dy, dx
   RowTensor rstd;          // without a last axis; optional in the forward
   float eps = 0;
   int lanes = kWarpSize;  // of a row
 };
 
-__device__ __forceinline__ int64_t row_start(const Rows& rows, const RowTensor& x, int64_t row) {
+__device__ __forceinline__ int64_t row_start(const MergedRows& rows, const RowTensor& x, int64_t row) {
   int64_t offset = 0;
   for (int axis = rows.axes - 1; axis > 0; --axis) {
     const int64_t outer = row / rows.extents[axis];
@@ -53,8 +53,8 @@ __device__ __forceinline__ int64_t row_start(const Rows& rows, const RowTensor& 
 
 // Vec4 q * lanes + lane of a row from element `base` on; zeros beyond its end.
 template <DType kType>
-__device__ __forceinline__ void load_part(const RowTensor& x, int64_t start, int64_t first, int64_t step, int64_t width,
-                                          float (&values)[kVec4s][4]) {
+__device__ __forceinline__ void load_vec4s(const RowTensor& x, int64_t start, int64_t first, int64_t step,
+                                           int64_t width, float (&values)[kVec4s][4]) {
   RawVec4 raw[kVec4s];
 #pragma unroll
   for (int q = 0; q < kVec4s; ++q) {
@@ -74,8 +74,8 @@ __device__ __forceinline__ void load_part(const RowTensor& x, int64_t start, int
 
 // Of type kType or fp32.
 template <DType kType>
-__device__ __forceinline__ void store_part(const RowTensor& y, int64_t start, int64_t first, int64_t step,
-                                           int64_t width, const float (&values)[kVec4s][4]) {
+__device__ __forceinline__ void store_vec4s(const RowTensor& y, int64_t start, int64_t first, int64_t step,
+                                            int64_t width, const float (&values)[kVec4s][4]) {
 #pragma unroll
   for (int q = 0; q < kVec4s; ++q) {
     const int64_t at = first + q * step;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ 
     float x[kVec4s][4];
     float sum = 0;
     for (int64_t base = 0; base < args.rows.width; base += round) {
-      load_part<kType>(args.x, x_start, base + 4 * lane, step, width, x);
+      load_vec4s<kType>(args.x, x_start, base + 4 * lane, step, width, x);
 #pragma unroll
       for (int q = 0; q < kVec4s; ++q) {
 #pragma unroll
@@ -125,13 +125,13 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ 
     }
     const float rstd = 1.0f / sqrtf(sum_over(args.lanes, sum) + args.eps);
     for (int64_t base = 0; base < width; base += round) {
-      if (args.rows.width > round) load_part<kType>(args.x, x_start, base + 4 * lane, step, width, x);
+      if (args.rows.width > round) load_vec4s<kType>(args.x, x_start, base + 4 * lane, step, width, x);
 #pragma unroll
       for (int q = 0; q < kVec4s; ++q) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[q][e] *= rstd;
       }
-      store_part<kType>(args.y, y_start, base + 4 * lane, step, width, x);
+      store_vec4s<kType>(args.y, y_start, base + 4 * lane, step, width, x);
     }
     if (exists && lane == 0 && args.rstd.tensor.present()) {
       const DeviceTensor& out = args.rstd.tensor;
@@ -147,9 +147,9 @@ __global__ void __launch_bounds__(kThreads) norm_adjoint_kernel(const __grid_con
     const int64_t y_start = row_start(args.rows, args.y, row), dy_start = row_start(args.rows, args.dy, row);
     float y[kVec4s][4], dy[kVec4s][4];
     const auto load = [&](int64_t base) {
-      load_part<kType>(args.y, y_start, base + 4 * lane, step, width, y);
+      load_vec4s<kType>(args.y, y_start, base + 4 * lane, step, width, y);
       with_type(args.dy.tensor.dtype,
-                [&](auto type) { load_part<type.value>(args.dy, dy_start, base + 4 * lane, step, width, dy); });
+                [&](auto type) { load_vec4s<type.value>(args.dy, dy_start, base + 4 * lane, step, width, dy); });
     };
     float sum = 0;
     for (int64_t base = 0; base < args.rows.width; base += round) {
@@ -170,15 +170,16 @@ __global__ void __launch_bounds__(kThreads) norm_adjoint_kernel(const __grid_con
 #pragma unroll
         for (int e = 0; e < 4; ++e) dy[q][e] = rstd * fmaf(-y[q][e], along, dy[q][e]);
       }
-      store_part<kType>(args.dx, dx_start, base + 4 * lane, step, width, dy);
+      store_vec4s<kType>(args.dx, dx_start, base + 4 * lane, step, width, dy);
     }
   });
 }
 
 // The axes before the last one of `like`, merged as far as all tensors allow, and the tensors by these axes.
 template <size_t kCount>
-Rows merge_axes(const TensorView& like, const std::array<std::pair<const TensorView*, RowTensor*>, kCount>& tensors) {
-  Rows rows;
+MergedRows merge_axes(const TensorView& like,
+                      const std::array<std::pair<const TensorView*, RowTensor*>, kCount>& tensors) {
+  MergedRows rows;
   const auto last = static_cast<size_t>(like.rank - 1);
   rows.width = like.shape[last];
   for (const auto& [view, row_tensor] : tensors) {

@@ -90,11 +90,11 @@ __device__ __forceinline__ void store_tile(const Args& args, const ChunkSpan& sp
   for (int i = 0; i < 4; ++i) {
     const int row = 4 * tile.row + i, across = 4 * tile.column + i;
     if (row < span.length) {
-      store_row_quad(args.a, row_offset(args.a, span.batch, span.begin + row, head), 4 * tile.column, args.chunk_size,
+      store_row_vec4(args.a, row_offset(args.a, span.batch, span.begin + row, head), 4 * tile.column, args.chunk_size,
                      A[i]);
     }
     if (tile.row != tile.column && across < span.length) {
-      store_row_quad(args.a, row_offset(args.a, span.batch, span.begin + across, head), 4 * tile.row, args.chunk_size,
+      store_row_vec4(args.a, row_offset(args.a, span.batch, span.begin + across, head), 4 * tile.row, args.chunk_size,
                      zeros);
     }
   }

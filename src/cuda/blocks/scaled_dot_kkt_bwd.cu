@@ -56,7 +56,7 @@ struct Panel {
 __device__ __forceinline__ void load_k(const Args& args, const ChunkSpan& span, int64_t head, int first, Shared& s) {
   read_vec4s(args.k, args.chunk_size, first, kPitch, args.head_dim_k, rows_of(args.k, span, head),
              [&](int row, int column, const float(&v)[4]) {
-               quad_at(s.k, row, column) = make_float4(v[0], v[1], v[2], v[3]);
+               vec4_at(s.k, row, column) = make_float4(v[0], v[1], v[2], v[3]);
              });
 }
 
@@ -69,7 +69,7 @@ __device__ __forceinline__ void make_panel(const Args& args, const GridPlace& at
   for (int j = 0; j < 4 * at.row + 4; ++j) {
     float a[4], b[4];
     unpack(Slab{s.E_columns}.group(j, at.row), a);
-    unpack(quad_at(s.k, j, 4 * at.column), b);
+    unpack(vec4_at(s.k, j, 4 * at.column), b);
     outer_product(a, b, panel.reads);
   }
   transposed_product(s.E, s.k, args.chunk_size, at, panel.writes);
@@ -87,7 +87,7 @@ __device__ __forceinline__ void prepare_panel(const Args& args, const ChunkSpan&
   };
   read_vec4s(args.gamma, args.chunk_size, first, kPitch, args.head_dim_k, start,
              [&](int row, int column, const float(&v)[4]) {
-               quad_at(s.gammas, row, column) = make_float4(v[0], v[1], v[2], v[3]);
+               vec4_at(s.gammas, row, column) = make_float4(v[0], v[1], v[2], v[3]);
              });
   __syncthreads();
   for (int at = threadIdx.x; at < args.chunk_size * kPitch; at += blockDim.x) {
@@ -103,8 +103,8 @@ __device__ __forceinline__ void prepare_panel(const Args& args, const ChunkSpan&
 __device__ __forceinline__ void add_decayed(ChannelShared& s, int from, int to, int column, const float (&sum)[4][4],
                                             float (&total)[4][4]) {
   float low[4], high[4];
-  unpack(quad_at(s.gammas, from, column), low);
-  unpack(quad_at(s.gammas, to, column), high);
+  unpack(vec4_at(s.gammas, from, column), low);
+  unpack(vec4_at(s.gammas, to, column), high);
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     const float between = exp_approx(high[n] - low[n]);
@@ -119,8 +119,8 @@ __device__ __forceinline__ void add_diagonal(const GridPlace& at, ChannelShared&
   float k[4][4], gamma[4][4], factor[4][4] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    unpack(quad_at(s.k, top + i, column), k[i]);
-    unpack(quad_at(s.gammas, top + i, column), gamma[i]);
+    unpack(vec4_at(s.k, top + i, column), k[i]);
+    unpack(vec4_at(s.gammas, top + i, column), gamma[i]);
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ void make_panel(const Args& args, const GridPlace& at
     for (int j = 4 * tile; j < 4 * tile + 4; ++j) {
       float a[4], b[4];
       unpack(Slab{s.E_columns}.group(j, at.row), a);
-      unpack(quad_at(s.behind, j, column), b);
+      unpack(vec4_at(s.behind, j, column), b);
       outer_product(a, b, sum);
     }
     add_decayed(s, 4 * tile + 3, top - 1, column, sum, panel.reads);
@@ -158,19 +158,19 @@ __device__ __forceinline__ void make_panel(const Args& args, const GridPlace& at
 #pragma unroll
     for (int i = 4 * tile; i < 4 * tile + 4; ++i) {
       float a[4], b[4];
-      unpack(quad_at(s.E, i, top), a);
-      unpack(quad_at(s.ahead, i, column), b);
+      unpack(vec4_at(s.E, i, top), a);
+      unpack(vec4_at(s.ahead, i, column), b);
       outer_product(a, b, sum);
     }
     add_decayed(s, top + 3, 4 * tile - 1, column, sum, panel.writes);
   }
   float before[4], last[4];
-  unpack(quad_at(s.gammas, at.row == 0 ? 0 : top - 1, column), before);
-  unpack(quad_at(s.gammas, top + 3, column), last);
+  unpack(vec4_at(s.gammas, at.row == 0 ? 0 : top - 1, column), before);
+  unpack(vec4_at(s.gammas, top + 3, column), last);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float gamma[4];
-    unpack(quad_at(s.gammas, top + i, column), gamma);
+    unpack(vec4_at(s.gammas, top + i, column), gamma);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       panel.reads[i][n] *= exp_approx(gamma[n] - before[n]);
@@ -180,8 +180,7 @@ __device__ __forceinline__ void make_panel(const Args& args, const GridPlace& at
   add_diagonal(at, s, panel);
 }
 
-// ---- A value head
-// -----------------------------------------------------------------------------------------------------
+// ---- A value head ---------------------------------------------------------------------------------------------------
 
 template <bool kPerChannel>
 __device__ __forceinline__ void load_E(const Args& args, const ChunkSpan& span, const ValueHead& head, Shared& s) {
@@ -198,7 +197,7 @@ __device__ __forceinline__ void load_E(const Args& args, const ChunkSpan& span, 
     }
     put_columns({s.E_columns}, row, column, v);
     const float beta = s.beta[row];
-    quad_at(s.E, row, column) = make_float4(beta * v[0], beta * v[1], beta * v[2], beta * v[3]);
+    vec4_at(s.E, row, column) = make_float4(beta * v[0], beta * v[1], beta * v[2], beta * v[3]);
   });
 }
 
@@ -217,21 +216,21 @@ __device__ __forceinline__ void run_head(const Args& args, const ChunkSpan& span
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = 4 * at.row + i;
-      float k[4], dk[4], of_channels[4];
-      unpack(quad_at(s.k, row, column), k);
+      float k[4], dk[4], dgamma_of_channels[4];
+      unpack(vec4_at(s.k, row, column), k);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const float read = s.beta[row] * panel.reads[i][n], write = panel.writes[i][n];
         dbeta[i] = fmaf(panel.reads[i][n], k[n], dbeta[i]);
         dk[n] = read + write;
-        of_channels[n] = k[n] * (read - write);
-        dgamma[i] += of_channels[n];
+        dgamma_of_channels[n] = k[n] * (read - write);
+        dgamma[i] += dgamma_of_channels[n];
       }
       if (first + column >= args.head_dim_k) continue;
       add_to_dk(args.dk, span, head, row, first + column, dk);
       if (kPerChannel && args.dgamma.present() && row < span.length) {
-        store_row_quad(args.dgamma, row_offset(args.dgamma, span.batch, span.begin + row, head.value), first + column,
-                       args.head_dim_k, of_channels);
+        store_row_vec4(args.dgamma, row_offset(args.dgamma, span.batch, span.begin + row, head.value), first + column,
+                       args.head_dim_k, dgamma_of_channels);
       }
     }
     __syncthreads();  // before the next panel, or the next head's E, overwrites what was read

@@ -13,6 +13,10 @@ namespace fastweight::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+template <int kC>
+constexpr int kMatricesPerBlock = 64 / kC;
+template <int kC>
+constexpr int kThreadsPerMatrix = kThreads / kMatricesPerBlock<kC>;
 
 struct Args {
   DeviceTensor a, j;  // [B, T, HV, C]
@@ -32,9 +36,9 @@ struct Shared {
 template <int kC>
 __device__ __forceinline__ void load_lower(const Args& args, const ChunkSpan& span, int64_t head, int thread,
                                            float* A) {
-  constexpr int kThreadsEach = 2 * kC, kVec4s = kC / 4, kAcross = kC / 16;
+  constexpr int kVec4s = kC / 4, kAcross = kC / 16;
   const DeviceTensor& a = args.a;
-  for (int at = thread; at < kC * kVec4s; at += kThreadsEach) {
+  for (int at = thread; at < kC * kVec4s; at += kThreadsPerMatrix<kC>) {
     const int tile = at / kWarpSize, row = tile / kAcross * 8 + at % 8;
     const int column = tile % kAcross * 16 + at / 8 % 4 * 4;
     float values[4] = {};
@@ -54,9 +58,9 @@ __device__ __forceinline__ void load_lower(const Args& args, const ChunkSpan& sp
 template <int kC>
 __device__ __forceinline__ void store_rows(const Args& args, const ChunkSpan& span, int64_t head, int thread,
                                            const float* T) {
-  constexpr int kThreadsEach = 2 * kC, kVec4s = kC / 4;
+  constexpr int kVec4s = kC / 4;
   const DeviceTensor& j = args.j;
-  for (int at = thread; at < static_cast<int>(span.length) * kVec4s; at += kThreadsEach) {
+  for (int at = thread; at < static_cast<int>(span.length) * kVec4s; at += kThreadsPerMatrix<kC>) {
     const int row = at / kVec4s, column = 4 * (at % kVec4s);
     const int64_t offset = row_offset(j, span.batch, span.begin + row, head) + column * j.strides[3];
     const float* values = T + row * kC + column;
@@ -70,12 +74,12 @@ __device__ __forceinline__ void store_rows(const Args& args, const ChunkSpan& sp
 
 template <int kC>
 __global__ void __launch_bounds__(kThreads) solve_kernel(const __grid_constant__ Args args) {
-  constexpr int kTogether = 64 / kC, kThreadsEach = 2 * kC;
-  __shared__ Shared<kC> shared[kTogether];
-  const int place = threadIdx.x / kThreadsEach, thread = threadIdx.x % kThreadsEach;
+  constexpr int kMatrices = kMatricesPerBlock<kC>;
+  __shared__ Shared<kC> shared[kMatrices];
+  const int place = threadIdx.x / kThreadsPerMatrix<kC>, thread = threadIdx.x % kThreadsPerMatrix<kC>;
   Shared<kC>& s = shared[place];
   const int64_t items = args.num_chunks * args.heads;
-  for (int64_t first = int64_t{blockIdx.x} * kTogether; first < items; first += int64_t{gridDim.x} * kTogether) {
+  for (int64_t first = int64_t{blockIdx.x} * kMatrices; first < items; first += int64_t{gridDim.x} * kMatrices) {
     const int64_t item = first + place < items ? first + place : items - 1, chunk = item / args.heads;
     const int64_t head = item - chunk * args.heads;
     ChunkSpan span = chunk_at(args.chunked, chunk);
@@ -101,17 +105,20 @@ void blocks::direct(const BlockProblem<SolveTrilForward>& problem, const Context
   args.chunked = chunks.chunked();
   args.num_chunks = chunks.count();
   args.heads = sizes.num_value_heads;
-  const int64_t items = args.num_chunks * args.heads, together = 64 / sizes.chunk_size;
+  const int64_t items = args.num_chunks * args.heads;
   if (items == 0) return;
-  const LaunchShape shape{static_cast<unsigned>(std::min<int64_t>((items + together - 1) / together, 1 << 30)),
-                          kThreads};
+  const auto launch_for = [&]<int kC>() {
+    const int64_t blocks = (items + kMatricesPerBlock<kC> - 1) / kMatricesPerBlock<kC>;
+    launch<solve_kernel<kC>>("solve_tril", context,
+                             {static_cast<unsigned>(std::min<int64_t>(blocks, 1 << 30)), kThreads}, args);
+  };
   switch (sizes.chunk_size) {
     case 16:
-      return launch<solve_kernel<16>>("solve_tril", context, shape, args);
+      return launch_for.template operator()<16>();
     case 32:
-      return launch<solve_kernel<32>>("solve_tril", context, shape, args);
+      return launch_for.template operator()<32>();
     default:
-      return launch<solve_kernel<64>>("solve_tril", context, shape, args);
+      return launch_for.template operator()<64>();
   }
 }
 

@@ -36,11 +36,11 @@ __global__ void __launch_bounds__(kMostThreads) solve_adjoint_kernel(const __gri
     const ChunkSpan span = chunk_at(args.chunked, chunk);
     if (span.sequence < 0) return;  // chunks are numbered without gaps: none follows
     read_lower(args.j, span, head, args.chunk_size, true, [&](int row, int column, const float(&v)[4]) {
-      quad_at(s.J, row, column) = make_float4(v[0], v[1], v[2], v[3]);
+      vec4_at(s.J, row, column) = make_float4(v[0], v[1], v[2], v[3]);
       put_columns({s.J_columns}, row, column, v);
     });
     read_lower(args.dj, span, head, args.chunk_size, false, [&](int row, int column, const float(&v)[4]) {
-      quad_at(s.dJ, row, column) = make_float4(v[0], v[1], v[2], v[3]);
+      vec4_at(s.dJ, row, column) = make_float4(v[0], v[1], v[2], v[3]);
     });
     __syncthreads();
     float P[4][4] = {};

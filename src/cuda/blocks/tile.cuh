@@ -47,7 +47,7 @@ __device__ __forceinline__ void outer_product(const float (&a)[4], const float (
 }
 
 // Four elements from column `column` on of a row that begins at `offset`; 0 where it has no more.
-__device__ __forceinline__ void load_row_quad(const DeviceTensor& x, int64_t offset, int column, int width,
+__device__ __forceinline__ void load_row_vec4(const DeviceTensor& x, int64_t offset, int column, int width,
                                               float (&values)[4]) {
   const int64_t at = offset + column * x.strides[3];
   with_type(x.dtype, [&](auto type) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_row_quad(const DeviceTensor& x, int64_t off
 }
 
 // The same to a tensor.
-__device__ __forceinline__ void store_row_quad(const DeviceTensor& x, int64_t offset, int column, int width,
+__device__ __forceinline__ void store_row_vec4(const DeviceTensor& x, int64_t offset, int column, int width,
                                                const float (&values)[4]) {
   const int64_t at = offset + column * x.strides[3];
   if (x.vec4s && column < width) {

@@ -33,7 +33,7 @@ struct Shared {
   alignas(16) float J[kTileRows * kTileRows];  // transposed
   alignas(16) float x[kTileRows * kPanel];     // [row][column]: beta * exp(gamma) * k, or beta * v
   float beta[kTileRows];
-  float on_k[kTileRows];  // beta, times exp(gamma) with one number per head
+  float k_factor[kTileRows];  // beta, times exp(gamma) with one number per head
 };
 
 // What stands above the diagonal is not looked at.
@@ -87,13 +87,13 @@ __device__ __forceinline__ void multiply_panel(const ChunkSpan& span, int64_t he
   for (int i = 0; i < 4; ++i) {
     const int row = 4 * tile + i;
     if (row >= span.length) continue;
-    store_row_quad(out, row_offset(out, span.batch, span.begin + row, head), first + column, width, c[i]);
+    store_row_vec4(out, row_offset(out, span.batch, span.begin + row, head), first + column, width, c[i]);
   }
 }
 
 __device__ __forceinline__ void make_W(const Args& args, const ChunkSpan& span, int64_t head, Shared& s) {
   for (int first = 0; first < args.head_dim_k; first += kPanel) {
-    load_panel(args.k, span, head / args.group, args.chunk_size, first, args.head_dim_k, s.on_k, s);
+    load_panel(args.k, span, head / args.group, args.chunk_size, first, args.head_dim_k, s.k_factor, s);
     if (args.gate == Gate::kPerChannel) decay_panel(args, span, head, first, s);
     __syncthreads();
     multiply_panel(span, head, args.w, first, args.head_dim_k, s);
@@ -119,10 +119,10 @@ __global__ void __launch_bounds__(kMostThreads, 3) wy_kernel(const __grid_consta
     if (span.sequence < 0) return;  // chunks are numbered without gaps: none follows
     load_J(args, span, head, s);
     stage_numbers(args.beta, span, head, 1.0f, args.chunk_size, s.beta);
-    if (args.gate == Gate::kPerHead) stage_numbers(args.gamma, span, head, 0.0f, args.chunk_size, s.on_k);
+    if (args.gate == Gate::kPerHead) stage_numbers(args.gamma, span, head, 0.0f, args.chunk_size, s.k_factor);
     __syncthreads();
     for (int row = threadIdx.x; row < args.chunk_size; row += blockDim.x) {
-      s.on_k[row] = args.gate == Gate::kPerHead ? s.beta[row] * expf(s.on_k[row]) : s.beta[row];
+      s.k_factor[row] = args.gate == Gate::kPerHead ? s.beta[row] * expf(s.k_factor[row]) : s.beta[row];
     }
     __syncthreads();
     if (args.w.present()) make_W(args, span, head, s);

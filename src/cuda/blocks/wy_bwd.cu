@@ -41,12 +41,12 @@ struct Shared {
   alignas(16) float J[kTileRows * kPitch];
   alignas(16) float gradient[kTileRows * kPitch];  // a panel of dW or dU; at the end J^T
   alignas(16) float product[kPitch * kTileRows];   // X^T or Y^T; at the end P^T
-  alignas(16) float partner[kPitch * kTileRows];   // (beta * exp(gamma) * k)^T or (beta * v)^T
+  alignas(16) float factor[kPitch * kTileRows];    // (beta * exp(gamma) * k)^T or (beta * v)^T
   float beta[kTileRows], decay[kTileRows];         // decay: exp(gamma) with one number per head, else 1
 };
 
-// A thread's rows.
-struct Rows {
+// What a thread knows of its four rows, and its sums for them.
+struct RowNumbers {
   float beta[4], decay[4];
   float dbeta[4], dgamma[4];
 };
@@ -55,25 +55,25 @@ __device__ __forceinline__ void load_gradient(const DeviceTensor& x, const Args&
                                               int64_t head, int first, int width, Shared& s) {
   read_vec4s(x, args.chunk_size, first, kPitch, width, rows_of(x, span, head),
              [&](int row, int column, const float(&v)[4]) {
-               quad_at(s.gradient, row, column) = make_float4(v[0], v[1], v[2], v[3]);
+               vec4_at(s.gradient, row, column) = make_float4(v[0], v[1], v[2], v[3]);
              });
 }
 
 // What a row of four numbers of X gives, and its operands of P.
 __device__ __forceinline__ void finish_key_row(const Args& args, const ChunkSpan& span, const ValueHead& head, int row,
-                                               int i, int first, int column, const float (&X)[4], Rows& rows,
+                                               int i, int first, int column, const float (&X)[4], RowNumbers& rows,
                                                Shared& s) {
   float k[4] = {}, decay[4], operand[4], dk[4], dgamma[4];
   const bool there = row < span.length && first + column < args.head_dim_k;
   if (there) {
-    load_row_quad(args.k, row_offset(args.k, span.batch, span.begin + row, head.key), first + column, args.head_dim_k,
+    load_row_vec4(args.k, row_offset(args.k, span.batch, span.begin + row, head.key), first + column, args.head_dim_k,
                   k);
   }
 #pragma unroll
   for (int e = 0; e < 4; ++e) decay[e] = rows.decay[i];
   if (there && args.gate == Gate::kPerChannel) {
     float gamma[4];
-    load_row_quad(args.gamma, row_offset(args.gamma, span.batch, span.begin + row, head.value), first + column,
+    load_row_vec4(args.gamma, row_offset(args.gamma, span.batch, span.begin + row, head.value), first + column,
                   args.head_dim_k, gamma);
 #pragma unroll
     for (int e = 0; e < 4; ++e) decay[e] = expf(gamma[e]);
@@ -90,22 +90,22 @@ __device__ __forceinline__ void finish_key_row(const Args& args, const ChunkSpan
   rows.dbeta[i] += sum;
   rows.dgamma[i] += sum;
   put_columns({s.product}, row, column, X);
-  put_columns({s.partner}, row, column, operand);
+  put_columns({s.factor}, row, column, operand);
   if (first + column >= args.head_dim_k) return;
   add_to_dk(args.dk, span, head, row, first + column, dk);
   if (there && args.dgamma.present() && args.gate == Gate::kPerChannel) {
-    store_row_quad(args.dgamma, row_offset(args.dgamma, span.batch, span.begin + row, head.value), first + column,
+    store_row_vec4(args.dgamma, row_offset(args.dgamma, span.batch, span.begin + row, head.value), first + column,
                    args.head_dim_k, dgamma);
   }
 }
 
 __device__ __forceinline__ void finish_value_row(const Args& args, const ChunkSpan& span, const ValueHead& head,
-                                                 int row, int i, int first, int column, const float (&Y)[4], Rows& rows,
-                                                 Shared& s) {
+                                                 int row, int i, int first, int column, const float (&Y)[4],
+                                                 RowNumbers& rows, Shared& s) {
   float v[4] = {}, dv[4];
   const bool there = row < span.length && first + column < args.head_dim_v;
   if (there) {
-    load_row_quad(args.v, row_offset(args.v, span.batch, span.begin + row, head.value), first + column, args.head_dim_v,
+    load_row_vec4(args.v, row_offset(args.v, span.batch, span.begin + row, head.value), first + column, args.head_dim_v,
                   v);
   }
   float sum = 0;
@@ -117,9 +117,9 @@ __device__ __forceinline__ void finish_value_row(const Args& args, const ChunkSp
   }
   rows.dbeta[i] += sum;
   put_columns({s.product}, row, column, Y);
-  put_columns({s.partner}, row, column, v);
+  put_columns({s.factor}, row, column, v);
   if (there && args.dv.present()) {
-    store_row_quad(args.dv, row_offset(args.dv, span.batch, span.begin + row, head.value), first + column,
+    store_row_vec4(args.dv, row_offset(args.dv, span.batch, span.begin + row, head.value), first + column,
                    args.head_dim_v, dv);
   }
 }
@@ -143,7 +143,7 @@ __device__ __forceinline__ void run_panels(const Args& args, const ChunkSpan& sp
     for (int n = 0; n < depth; ++n) {
       float a[4], b[4];
       unpack(Slab{s.product}.group(n, at.row), a);
-      unpack(Slab{s.partner}.group(n, at.column), b);
+      unpack(Slab{s.factor}.group(n, at.column), b);
       outer_product(a, b, P);
     }
   }
@@ -152,13 +152,13 @@ __device__ __forceinline__ void run_panels(const Args& args, const ChunkSpan& sp
 __device__ __forceinline__ void run_head(const Args& args, const ChunkSpan& span, const ValueHead& head,
                                          const GridPlace& at, Shared& s) {
   read_lower(args.j, span, head.value, args.chunk_size, true, [&](int row, int column, const float(&v)[4]) {
-    quad_at(s.J, row, column) = make_float4(v[0], v[1], v[2], v[3]);
+    vec4_at(s.J, row, column) = make_float4(v[0], v[1], v[2], v[3]);
   });
   stage_numbers(args.beta, span, head.value, 1.0f, args.chunk_size, s.beta);
   const bool per_head = args.gate == Gate::kPerHead;
   if (per_head) stage_numbers(args.gamma, span, head.value, 0.0f, args.chunk_size, s.decay);
   __syncthreads();
-  Rows rows{};
+  RowNumbers rows{};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     rows.beta[i] = s.beta[4 * at.row + i];
@@ -184,7 +184,7 @@ __device__ __forceinline__ void run_head(const Args& args, const ChunkSpan& span
   for (int i = 0; i < 4; ++i) {  // J^T
     const int row = 4 * at.row + i;
     float values[4];
-    unpack(quad_at(s.J, row, 4 * at.column), values);
+    unpack(vec4_at(s.J, row, 4 * at.column), values);
     if (4 * at.column < args.chunk_size) put_columns({s.gradient}, row, 4 * at.column, values);
   }
   __syncthreads();  // and the slabs have been read

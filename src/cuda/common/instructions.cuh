@@ -181,6 +181,13 @@ __device__ __forceinline__ void arrive_at_named_barrier(int threads) {
   asm volatile("bar.arrive %0, %1;" ::"n"(kId), "r"(threads) : "memory");
 }
 
+// The larger of two numbers; NaN if either is. fmaxf would take the other one.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 // 2^x by the special function unit, relative error below 2^-22; 0 far below.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <string>
 
 #include "cuda/common/error.h"
@@ -38,18 +39,28 @@ struct LaunchShape {
 
 inline constexpr int kRememberedDevices = 64;  // what is known of a kernel on a device beyond these is asked every time
 
-// A kernel may use 48 KB of dynamic shared memory unless it is allowed more, once per device. The call is idempotent,
-// so two threads that arrive together do no harm.
+// A kernel may use 48 KB of dynamic shared memory unless it is allowed more, once per device. What it is allowed only
+// grows, one thread at a time: nobody's limit is lowered between the question and the launch by a thread that needs
+// less.
 template <auto kKernel>
 void allow_shared_memory(int device, size_t bytes) {
   constexpr size_t kWithoutAsking = 48 * 1024;
   if (bytes <= kWithoutAsking) return;
   static std::atomic<size_t> allowed[kRememberedDevices];
-  if (device < kRememberedDevices && allowed[device].load(std::memory_order_relaxed) >= bytes) return;
-  check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kKernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(bytes)),
-             "cudaFuncSetAttribute");
-  if (device < kRememberedDevices) allowed[device].store(bytes, std::memory_order_relaxed);
+  static std::mutex one_at_a_time;
+  const bool remembered = device < kRememberedDevices;
+  if (remembered && allowed[device].load(std::memory_order_acquire) >= bytes) return;
+  const std::lock_guard lock(one_at_a_time);
+  const auto* kernel = reinterpret_cast<const void*>(kKernel);
+  cudaFuncAttributes attributes{};
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+  if (static_cast<size_t>(attributes.maxDynamicSharedSizeBytes) < bytes) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+               "cudaFuncSetAttribute");
+  }
+  if (remembered && allowed[device].load(std::memory_order_relaxed) < bytes) {
+    allowed[device].store(bytes, std::memory_order_release);
+  }
 }
 
 // Whether wait_for_previous_kernels() waits in the code that runs on the device. The version of the code decides, not

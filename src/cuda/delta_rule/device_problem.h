@@ -1,5 +1,10 @@
 // The part of a problem that every kernel of the family reads, as a kernel argument: pointers, strides, sizes and the
 // resolved options. Built once per call from the validated problem; a kernel adds its own outputs beside it.
+//
+// k has two roles: the reader, with which the correction reads the state, and the writer, with which it is written. In
+// the kernels each use of k, in a tile or in registers, has the name of its role. All members of the family that run
+// here have one key for both, so both names stand for the same memory; a member with another reader (Comba's p) brings
+// its tensor here and gives the role of the reader memory of its own.
 #pragma once
 
 #include <cstdint>

@@ -1,21 +1,39 @@
-// The entry points of the CUDA implementations, one pair per file of the same name. Each enqueues on the context's
-// stream and returns; the context's device is current.
+// The entry points of the CUDA implementations, a namespace for each, which is also its folder. Each enqueues on the
+// context's stream and returns; the context's device is current.
 #pragma once
 
 #include <string>
 
 #include "core/delta_rule_problem.h"
+#include "cuda/decline_reasons.h"
 
 namespace fastweight::cuda {
 
-// `chunk` has two forms: 16-bit operands where q, k, v and o all have one 16-bit type, beta is a number per token and a
-// block finds the shared memory; fp32 for everything else.
-void chunk_forward_16(const DeltaRuleForwardProblem& problem, const Context& context);
-std::string declines_chunk_forward_16(const DeltaRuleForwardProblem& problem);
-void chunk_forward_fp32(const DeltaRuleForwardProblem& problem, const Context& context);
-std::string declines_chunk_forward_fp32(const DeltaRuleForwardProblem& problem);
+// What no kernel of the family takes.
+template <class Problem>
+std::string beyond_all_kernels(const Problem& problem) {
+  const std::string reason = no_fp64(problem);
+  return reason.empty() ? too_many_heads(problem.sizes.num_value_heads) : reason;
+}
 
-void recurrent_forward(const DeltaRuleForwardProblem& problem, const Context& context);
-void recurrent_step(const DeltaRuleStepProblem& problem, const Context& context);
+// Tensor cores with 16-bit operands: q, k, v and o have one 16-bit type, beta is a number per token.
+namespace chunk_16bit {
+std::string declines_forward(const DeltaRuleForwardProblem& problem);
+std::string config_text(const DeltaRuleForwardProblem& problem);
+void forward(const DeltaRuleForwardProblem& problem, const Context& context);
+}  // namespace chunk_16bit
+
+// Tensor cores with the accuracy of fp32.
+namespace chunk_fp32 {
+std::string declines_forward(const DeltaRuleForwardProblem& problem);
+std::string config_text(const DeltaRuleForwardProblem& problem);
+void forward(const DeltaRuleForwardProblem& problem, const Context& context);
+}  // namespace chunk_fp32
+
+// Token by token.
+namespace recurrent {
+void forward(const DeltaRuleForwardProblem& problem, const Context& context);
+void step(const DeltaRuleStepProblem& problem, const Context& context);
+}  // namespace recurrent
 
 }  // namespace fastweight::cuda

@@ -1,41 +1,17 @@
 #include "cuda/delta_rule/registry.h"
 
-#include <string>
-
-#include "cuda/decline_reasons.h"
 #include "cuda/delta_rule/kernels.h"
 
 namespace fastweight::cuda {
 namespace {
 
-template <class Problem>
-std::string declines_recurrent(const Problem& problem) {
-  const std::string reason = no_fp64(problem);
-  return reason.empty() ? too_many_heads(problem.sizes.num_value_heads) : reason;
-}
-
-std::string declines_chunk_forward(const DeltaRuleForwardProblem& problem) {
-  const std::string reason = declines_recurrent(problem);
-  if (!reason.empty() || declines_chunk_forward_16(problem).empty()) return reason;
-  return declines_chunk_forward_fp32(problem);
-}
-
-void chunk_forward(const DeltaRuleForwardProblem& problem, const Context& context) {
-  declines_chunk_forward_16(problem).empty() ? chunk_forward_16(problem, context)
-                                             : chunk_forward_fp32(problem, context);
-}
-
-std::string form_of_chunk_forward(const DeltaRuleForwardProblem& problem) {
-  const std::string reason = declines_chunk_forward_16(problem);
-  return reason.empty() ? "with 16-bit operands" : "in fp32 (with 16-bit operands: " + reason + ")";
-}
-
 constexpr Implementation<DeltaRuleForwardProblem> kForward[] = {
-    {"chunk", declines_chunk_forward, always, chunk_forward, form_of_chunk_forward},
-    {"recurrent", declines_recurrent, always, recurrent_forward},
+    {"chunk_16bit", chunk_16bit::declines_forward, always, chunk_16bit::forward, chunk_16bit::config_text},
+    {"chunk_fp32", chunk_fp32::declines_forward, always, chunk_fp32::forward, chunk_fp32::config_text},
+    {"recurrent", beyond_all_kernels, always, recurrent::forward},
 };
 constexpr Implementation<DeltaRuleStepProblem> kStep[] = {
-    {"recurrent", declines_recurrent, always, recurrent_step},
+    {"recurrent", beyond_all_kernels, always, recurrent::step},
 };
 
 }  // namespace

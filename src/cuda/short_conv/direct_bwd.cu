@@ -251,29 +251,31 @@ struct FinishArgs {
   DeviceTensor dw, dbias;
 };
 
-// The sums of the ranges to the caller. 32 neighbouring numbers have 8 threads each, which add every eighth range; what
-// they have is added in their order.
-__global__ void __launch_bounds__(256) conv_sums_kernel(const __grid_constant__ FinishArgs args) {
-  constexpr int kTogether = 32, kLanes = 8;
-  __shared__ double parts[kTogether * kLanes];
-  const int column = threadIdx.x % kTogether, lane = threadIdx.x / kTogether;
+constexpr int kSumsPerBlock = 32, kLanesPerSum = 8;
+
+// The sums of the ranges to the caller. A block makes 32 neighbouring sums at a time, each by 8 threads that add every
+// eighth range; what they have is added in their order.
+__global__ void __launch_bounds__(kSumsPerBlock* kLanesPerSum)
+    conv_sums_kernel(const __grid_constant__ FinishArgs args) {
+  __shared__ double partial_sums[kSumsPerBlock * kLanesPerSum];
+  const int column = threadIdx.x % kSumsPerBlock, lane = threadIdx.x / kSumsPerBlock;
   const int64_t numbers = (args.width + 1) * args.channels;
-  for (int64_t base = int64_t{blockIdx.x} * kTogether; base < numbers; base += int64_t{gridDim.x} * kTogether) {
+  for (int64_t base = int64_t{blockIdx.x} * kSumsPerBlock; base < numbers; base += int64_t{gridDim.x} * kSumsPerBlock) {
     const int64_t number = base + column;
     double sum = 0;
-    for (int64_t range = lane; number < numbers && range < args.num_ranges; range += kLanes) {
+    for (int64_t range = lane; number < numbers && range < args.num_ranges; range += kLanesPerSum) {
       sum += static_cast<double>(args.sums[range * numbers + number]);
     }
-    parts[threadIdx.x] = sum;
+    partial_sums[threadIdx.x] = sum;
     __syncthreads();
     if (lane == 0 && number < numbers) {
-      for (int other = 1; other < kLanes; ++other) sum += parts[other * kTogether + column];
+      for (int other = 1; other < kLanesPerSum; ++other) sum += partial_sums[other * kSumsPerBlock + column];
       const int64_t tap = number / args.channels, channel = number - tap * args.channels;
       const DeviceTensor& out = tap < args.width ? args.dw : args.dbias;
       const int64_t at = channel * out.strides[0] + (tap < args.width ? tap * out.strides[1] : int64_t{0});
       if (out.present()) store_float(out.data, out.dtype, at, static_cast<float>(sum));
     }
-    __syncthreads();  // before the next numbers overwrite the parts
+    __syncthreads();  // before the next numbers overwrite the partial sums
   }
 }
 
@@ -318,7 +320,9 @@ void short_conv::direct_backward(const ShortConvBackwardProblem& problem, const 
   finish.dw = device_tensor(backward.dw);
   finish.dbias = device_tensor(backward.dbias);
   if (!finish.dw.present() && !finish.dbias.present()) return;
-  launch<conv_sums_kernel>("short_conv sums", context, {blocks_for((numbers + 31) / 32), 256}, finish);
+  launch<conv_sums_kernel>("short_conv sums", context,
+                           {blocks_for((numbers + kSumsPerBlock - 1) / kSumsPerBlock), kSumsPerBlock * kLanesPerSum},
+                           finish);
 }
 
 }  // namespace fastweight::cuda

@@ -34,8 +34,8 @@ struct Args {
   int64_t slots = 0;
 };
 
-// What an item does.
-struct Part : Place {
+// What a block does at a time.
+struct WorkItem : Place {
   int64_t first = 0, end = 0;  // tokens to filter
   bool state = false;          // write the state after the sequence
 };
@@ -47,42 +47,42 @@ FW_HOST_DEVICE inline int64_t num_items(const Args& args) {
   return (args.num_ranges + sequences) * args.channel_blocks;
 }
 
-__device__ __forceinline__ Part part_of(const Args& args, int64_t item) {
+__device__ __forceinline__ WorkItem work_item(const Args& args, int64_t number) {
   const ShortConvDeviceProblem& p = args.problem;
-  const int64_t row = item / args.channel_blocks, block = item - row * args.channel_blocks;
-  Part part;
-  part.channel = (block * blockDim.x + threadIdx.x) * kChannels;
-  part.count = channels_from<kChannels>(p, part.channel);
+  const int64_t row = number / args.channel_blocks, block = number - row * args.channel_blocks;
+  WorkItem item;
+  item.channel = (block * blockDim.x + threadIdx.x) * kChannels;
+  item.count = channels_from<kChannels>(p, item.channel);
   int64_t sequence = row;
   if (!args.step && row < args.num_ranges) {
     const ChunkSpan span = chunk_at(args.ranges, row);
     if (span.sequence < 0) {
-      part.count = 0;
-      return part;
+      item.count = 0;
+      return item;
     }
     sequence = span.sequence;
-    part.first = span.position * args.ranges.chunk_size;
-    part.end = part.first + span.length;
+    item.first = span.position * args.ranges.chunk_size;
+    item.end = item.first + span.length;
   } else if (!args.step) {
     sequence -= args.num_ranges;
-    part.state = true;
+    item.state = true;
   }
-  set_sequence(p, sequence, part);
+  set_sequence(p, sequence, item);
   if (args.step) {
-    part.end = part.length;
+    item.end = item.length;
     const DeviceTensor& indices = args.state_indices;
-    if (indices.present()) part.slot = load_integer(indices.data, indices.dtype, sequence * indices.strides[0]);
-    if (part.slot >= args.slots) part.slot = -1;
-    part.state = part.slot >= 0 && part.length > 0;
+    if (indices.present()) item.slot = load_integer(indices.data, indices.dtype, sequence * indices.strides[0]);
+    if (item.slot >= args.slots) item.slot = -1;
+    item.state = item.slot >= 0 && item.length > 0;
   }
-  return part;
+  return item;
 }
 
-// Tokens [t, t + tokens) of the part; zeros beyond.
+// Tokens [t, t + tokens) of the item; zeros beyond.
 template <DType kType>
-__device__ __forceinline__ void load_tile(const DeviceTensor& x, const Part& part, int64_t t, int tokens,
+__device__ __forceinline__ void load_tile(const DeviceTensor& x, const WorkItem& item, int64_t t, int tokens,
                                           RawVec4 (&raw)[kTile<kType>]) {
-  const int64_t offset = token_offset(x, part, t), step = x.strides[1];
+  const int64_t offset = token_offset(x, item, t), step = x.strides[1];
   // Apart, so that the loads stand one after the other.
   if (x.vec4s) {
 #pragma unroll
@@ -92,7 +92,7 @@ __device__ __forceinline__ void load_tile(const DeviceTensor& x, const Part& par
   } else {
 #pragma unroll
     for (int i = 0; i < kTile<kType>; ++i) {
-      raw[i] = i < tokens ? gather_vec4(x.data, kType, offset + i * step, x.strides[2], part.count) : RawVec4{};
+      raw[i] = i < tokens ? gather_vec4(x.data, kType, offset + i * step, x.strides[2], item.count) : RawVec4{};
     }
   }
 }
@@ -109,12 +109,12 @@ __device__ __forceinline__ void add_residual(const DeviceTensor& residual, int64
 
 // At most kTile tokens.
 template <DType kType, int kTaps>
-__device__ __forceinline__ void filter_tile(const ShortConvDeviceProblem& p, const Part& part, int64_t t, int tokens,
-                                            const float (&w)[kTaps][kChannels], const float (&bias)[kChannels],
-                                            float (&window)[kTaps][kChannels]) {
+__device__ __forceinline__ void filter_tile(const ShortConvDeviceProblem& p, const WorkItem& item, int64_t t,
+                                            int tokens, const float (&w)[kTaps][kChannels],
+                                            const float (&bias)[kChannels], float (&window)[kTaps][kChannels]) {
   RawVec4 raw[kTile<kType>];
-  load_tile<kType>(p.x, part, t, tokens, raw);
-  const int64_t y = token_offset(p.y, part, t);
+  load_tile<kType>(p.x, item, t, tokens, raw);
+  const int64_t y = token_offset(p.y, item, t);
 #pragma unroll
   for (int i = 0; i < kTile<kType>; ++i) {
     decode_token<kType>(raw[i], window[kTaps - 1]);
@@ -125,52 +125,52 @@ __device__ __forceinline__ void filter_tile(const ShortConvDeviceProblem& p, con
       for (int c = 0; c < kChannels; ++c) z[c] = silu_approx(z[c]);
     }
     if (i < tokens) {
-      if (p.residual.present()) add_residual(p.residual, token_offset(p.residual, part, t + i), part.count, z);
-      store_token<kType>(p.y, y + i * p.y.strides[1], part.count, z);
+      if (p.residual.present()) add_residual(p.residual, token_offset(p.residual, item, t + i), item.count, z);
+      store_token<kType>(p.y, y + i * p.y.strides[1], item.count, z);
     }
     advance_window(window);
   }
 }
 
 template <DType kType, int kTaps>
-__device__ __forceinline__ void filter(const ShortConvDeviceProblem& p, const Part& part) {
+__device__ __forceinline__ void filter(const ShortConvDeviceProblem& p, const WorkItem& item) {
   float w[kTaps][kChannels], bias[kChannels], window[kTaps][kChannels];
-  load_columns(p.w, 0, part.channel * p.w.strides[0], p.width, part.count, w);
-  load_bias(p, part, bias);
-  open_window<kType>(p, part, part.first, window);
+  load_columns(p.w, 0, item.channel * p.w.strides[0], p.width, item.count, w);
+  load_bias(p, item, bias);
+  open_window<kType>(p, item, item.first, window);
 #pragma unroll 1
-  for (int64_t t = part.first; t < part.end; t += kTile<kType>) {
-    const int64_t left = part.end - t;
-    filter_tile<kType>(p, part, t, left < kTile<kType> ? static_cast<int>(left) : kTile<kType>, w, bias, window);
+  for (int64_t t = item.first; t < item.end; t += kTile<kType>) {
+    const int64_t left = item.end - t;
+    filter_tile<kType>(p, item, t, left < kTile<kType> ? static_cast<int>(left) : kTile<kType>, w, bias, window);
   }
 }
 
 // The last W inputs: tokens, and slots of the state before where there are fewer. Everything is read before anything is
 // written, for in a step both states are the same memory.
 template <DType kType, int kTaps>
-__device__ __forceinline__ void store_state(const ShortConvDeviceProblem& p, const Part& part) {
+__device__ __forceinline__ void store_state(const ShortConvDeviceProblem& p, const WorkItem& item) {
   const DeviceTensor &before = p.state_before, &after = p.state_after;
   float rows[kTaps][kChannels];
 #pragma unroll
   for (int i = 0; i < kTaps; ++i) {
     const int column = i - (kTaps - p.width);
-    const int64_t t = part.length - p.width + column;
+    const int64_t t = item.length - p.width + column;
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       rows[i][c] = 0;
-      if (column < 0 || c >= part.count) continue;
+      if (column < 0 || c >= item.count) continue;
       if (t >= 0) {
-        rows[i][c] = load_float(p.x.data, kType, token_offset(p.x, part, t) + c * p.x.strides[2]);
+        rows[i][c] = load_float(p.x.data, kType, token_offset(p.x, item, t) + c * p.x.strides[2]);
       } else if (before.present()) {
-        const int64_t offset = part.slot * before.strides[0] + (part.channel + c) * before.strides[1];
+        const int64_t offset = item.slot * before.strides[0] + (item.channel + c) * before.strides[1];
         rows[i][c] = load_float(before.data, before.dtype, offset + (t + p.width) * before.strides[2]);
       }
     }
   }
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
-    if (c >= part.count) continue;
-    const int64_t offset = part.slot * after.strides[0] + (part.channel + c) * after.strides[1];
+    if (c >= item.count) continue;
+    const int64_t offset = item.slot * after.strides[0] + (item.channel + c) * after.strides[1];
 #pragma unroll
     for (int i = 0; i < kTaps; ++i) {
       const int column = i - (kTaps - p.width);
@@ -181,10 +181,10 @@ __device__ __forceinline__ void store_state(const ShortConvDeviceProblem& p, con
 
 // y of a sequence that has no slot.
 template <DType kType>
-__device__ __forceinline__ void clear_tokens(const ShortConvDeviceProblem& p, const Part& part) {
+__device__ __forceinline__ void clear_tokens(const ShortConvDeviceProblem& p, const WorkItem& item) {
   const float zeros[kChannels] = {};
-  for (int64_t t = 0; t < part.length; ++t) {
-    store_token<kType>(p.y, token_offset(p.y, part, t), part.count, zeros);
+  for (int64_t t = 0; t < item.length; ++t) {
+    store_token<kType>(p.y, token_offset(p.y, item, t), item.count, zeros);
   }
 }
 
@@ -192,15 +192,15 @@ template <DType kType, int kTaps>
 __global__ void __launch_bounds__(kMostThreads, kTaps == 4 ? 5 : 2) direct_kernel(const __grid_constant__ Args args) {
   const ShortConvDeviceProblem& p = args.problem;
   const int64_t items = num_items(args);
-  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    const Part part = part_of(args, item);
-    if (part.count <= 0) continue;
-    if (part.slot < 0) {
-      clear_tokens<kType>(p, part);
+  for (int64_t number = blockIdx.x; number < items; number += gridDim.x) {
+    const WorkItem item = work_item(args, number);
+    if (item.count <= 0) continue;
+    if (item.slot < 0) {
+      clear_tokens<kType>(p, item);
       continue;
     }
-    if (part.first < part.end) filter<kType, kTaps>(p, part);
-    if (part.state) store_state<kType, kTaps>(p, part);
+    if (item.first < item.end) filter<kType, kTaps>(p, item);
+    if (item.state) store_state<kType, kTaps>(p, item);
   }
 }
 

@@ -1,5 +1,5 @@
-// The mini-batch form: its arguments, its shared memory, and the choice of its shape. For one mini-batch with start
-// state h, c (rows are tokens):
+// The mini-batch form: its equations, its arguments, and the operands of a mini-batch in shared memory. For one
+// mini-batch with start state h, c (rows are tokens):
 //
 //     z = k h + c,   n = inner gradients of z                        over all C rows, extension rows among them
 //     P = lower(scale q k^T + 1)
@@ -12,8 +12,9 @@
 // 16-bit operands are q, k, v, P, n and h; everything else is fp32. The norms couple the columns, so the warps exchange
 // row sums through shared memory.
 //
-// Mini-batches of 16 tokens are short: chunk_fwd_chain.cuh gives the chain from state to state to warps of its own.
-// Longer ones are in chunk_fwd_tiles.cuh. Both are launched by chunk_fwd.cuh, and the entry point is in chunk_fwd.cu.
+// Mini-batches of 16 tokens are short: chunk_chain gives the chain from state to state to warps of its own. Longer ones
+// are chunk_tiles. A folder has the choice of its configuration (config.h), the kernel (kernel.cuh), the entry point
+// (fwd.cu) and the instantiations.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +36,32 @@ struct ChunkArgs {
   DeviceStates initial_state, final_state;
   DeviceTensor initial_state_bias, final_state_bias;
 };
+
+inline ChunkArgs chunk_args(const TttLinearForwardProblem& problem) {
+  const TttLinearForward& forward = problem.args;
+  ChunkArgs args;
+  args.problem = device_problem(problem);
+  args.vectors = has_vectors(forward.in.q) && has_vectors(forward.in.k) && has_vectors(forward.in.v);
+  args.o = device_tensor(forward.o);
+  args.initial_state = device_states(forward.in.initial_state, false);
+  args.final_state = device_states(forward.final_state, false);
+  args.initial_state_bias = device_tensor(forward.in.initial_state_bias);
+  args.final_state_bias = device_tensor(forward.final_state_bias);
+  return args;
+}
+
+// The widths of the kernels: D is rounded up to one of them. Calls body.template operator()<kD>().
+template <class Body>
+void with_padded_dim(int64_t head_dim, const Body& body) {
+  if (head_dim <= 64) {
+    body.template operator()<64>();
+  } else {
+    body.template operator()<128>();
+  }
+}
+
+// Warps that D needs.
+inline int column_warps(int64_t head_dim) { return static_cast<int>((head_dim + kWarpColumns - 1) / kWarpColumns); }
 
 // The operands of one mini-batch; rows beyond its tokens are 0.
 template <int kD, int kC>
@@ -62,70 +89,5 @@ struct Sums {
     for (unsigned i = threadIdx.x; i < sizeof(*this) / sizeof(float2); i += blockDim.x) all[i] = make_float2(0, 0);
   }
 };
-
-// Of chunk_fwd_chain.cuh. What two warps with the same columns hand to each other of one mini-batch, a lane to the
-// same lane: the state in 16 bits, its bias and n^T in fragments, and w (b - v + k) of rows g and g + 8.
-template <int kD>
-struct WarpExchange {
-  uint4 h[kD / 16][kWarpSize];
-  float4 c[4];
-  uint4 n[kWarpSize];
-  float4 residuals[2][kWarpSize];
-};
-
-template <int kD>
-struct ChainShared {
-  static constexpr int kStages = kD == 64 ? 6 : 4;
-
-  Stage<kD, kTileRows> stages[kStages];
-  Sums<kD, kTileRows> sums;
-  WarpExchange<kD> exchange[2][kD / kWarpColumns];  // of mini-batches of even and odd number
-};
-
-// Of chunk_fwd_tiles.cuh; stages follow it.
-template <int kD, int kC>
-struct TilesShared {
-  static constexpr int kPitchOfP = 64;
-  static constexpr int kFewestStages = 2, kMostStages = 4;
-
-  alignas(128) uint16_t P[2][kC * kPitchOfP];
-  Sums<kD, kC> sums;
-
-  static constexpr size_t bytes(int stages) {
-    return sizeof(TilesShared) + static_cast<size_t>(stages) * sizeof(Stage<kD, kC>);
-  }
-};
-
-template <int kD, int kC>
-constexpr size_t least_shared_bytes() {
-  if constexpr (kC == kTileRows) {
-    return sizeof(ChainShared<kD>);
-  } else {
-    return TilesShared<kD, kC>::bytes(TilesShared<kD, kC>::kFewestStages);
-  }
-}
-
-// Calls body.template operator()<kD, kC>() for the padded width and the mini-batch of a problem.
-template <class Body>
-void with_shape(int64_t D, int32_t C, const Body& body) {
-  const auto with_width = [&]<int kD>() {
-    if (C == 16) {
-      body.template operator()<kD, 16>();
-    } else if (C == 32) {
-      body.template operator()<kD, 32>();
-    } else {
-      body.template operator()<kD, 64>();
-    }
-  };
-  if (D <= 64) {
-    with_width.template operator()<64>();
-  } else {
-    with_width.template operator()<128>();
-  }
-}
-
-// For bf16 and fp16, a file each.
-template <DType kType>
-void launch_chunk(const ChunkArgs& args, const Context& context);
 
 }  // namespace fastweight::cuda::ttt

@@ -57,7 +57,7 @@ class ChunkLoader {
  private:
   static constexpr int kSegments = SharedTile<kD>::kSegments;
   static constexpr int kEtas = kC / kWarpSize > 1 ? kC / kWarpSize : 1;  // of a thread, when there is one warp
-  static constexpr int kAsked = 3;                                       // mini-batches from the L2 cache's to here
+  static constexpr int kPrefetchAhead = 3;                               // mini-batches
 
   __device__ __forceinline__ const DeviceTensor& tensor(int i) const {
     return i == 0 ? args_.problem.q : i == 1 ? args_.problem.k : args_.problem.v;
@@ -85,7 +85,8 @@ class ChunkLoader {
       if (row >= kC || row >= left) continue;
       const char* address = eta_ + byte_offset(eta.dtype, i * threads_ * eta.strides[1]);
       eta_bits_[i] = load_bits(address, eta.dtype);
-      if (row + kAsked * kC < left) prefetch(address + byte_offset(eta.dtype, kAsked * kC * eta.strides[1]));
+      if (row + kPrefetchAhead * kC < left)
+        prefetch(address + byte_offset(eta.dtype, kPrefetchAhead * kC * eta.strides[1]));
     }
   }
   __device__ __forceinline__ void store_eta(float* eta) const {

@@ -17,10 +17,10 @@ constexpr float kGradientUnit = kType == DType::kF16 ? 64.0f : 1.0f;
 // What a lane has of C tiles of 16 tokens x 16 columns: of tokens g and g + 8 the columns 4t .. 4t + 3. Column 4t + e
 // is column 2t + e % 2 of tile e / 2, so that a lane's columns lie together in memory.
 template <int kC>
-using Rows = float[kC / kTileRows][2][4];
+using LaneRows = float[kC / kTileRows][2][4];
 
 template <int kC>
-__device__ __forceinline__ float& element(Rows<kC>& x, int tile, int half, int e) {
+__device__ __forceinline__ float& element(LaneRows<kC>& x, int tile, int half, int e) {
   return x[tile][e / 2][2 * half + e % 2];
 }
 
@@ -123,10 +123,9 @@ struct Columns {
   uint32_t bits_[2];
 };
 
-// The state
-// ------------------------------------------------------------------------------------------------------------
+// ---- The state ------------------------------------------------------------------------------------------------------
 
-// h^T as C tiles [16 columns x 8 keys], in the order of columns that `Rows` asks for, and the lane's columns of c.
+// h^T as C tiles [16 columns x 8 keys], in the order of columns that `LaneRows` asks for, and the lane's columns of c.
 template <int kD>
 struct State {
   float h[kD / 8][4];
@@ -209,8 +208,7 @@ struct State {
   }
 };
 
-// Sums over rows
-// -------------------------------------------------------------------------------------------------------
+// ---- Sums over rows -------------------------------------------------------------------------------------------------
 
 // Puts the warp's sums of two numbers per row, which are in parts at the four lanes of a row: own[0] of token g and
 // own[1] of token g + 8 of a tile. finish(i, sums) makes of those of own[i] what is put.
@@ -233,7 +231,7 @@ __device__ __forceinline__ void put_sums(const float2 (&own)[2], int tile, const
 // row's first number in the warp, for which one round of sums suffices: it is one of the 16, so its distance from the
 // mean is at most four standard deviations, and what cancels is small.
 template <int kD, int kC, bool kFull>
-__device__ __forceinline__ void put_statistics(Rows<kC>& x, const Columns<kFull>& columns, const Lane& at,
+__device__ __forceinline__ void put_statistics(LaneRows<kC>& x, const Columns<kFull>& columns, const Lane& at,
                                                RowSums<kD, kC>& sums) {
 #pragma unroll
   for (int tile = 0; tile < kC / kTileRows; ++tile) {
@@ -290,8 +288,7 @@ __device__ __forceinline__ float2 get_means(const float2 (&row)[kWarps], const D
   return make_float2(sum_in_pairs(x) * p.inverse_head_dim, sum_in_pairs(y) * p.inverse_head_dim);
 }
 
-// Inner gradients
-// ------------------------------------------------------------------------------------------------------
+// ---- Inner gradients ------------------------------------------------------------------------------------------------
 
 // The lane's four elements of a row of a tile.
 template <DType kType, int kD>
@@ -352,8 +349,7 @@ __device__ __forceinline__ void transpose_gradients(const float (&n)[2][4], int 
   }
 }
 
-// Outputs
-// --------------------------------------------------------------------------------------------------------------
+// ---- Outputs --------------------------------------------------------------------------------------------------------
 
 // Block (i, j) of P = lower(scale q k^T + 1) in 16 bits, as an A fragment.
 template <DType kType, int kD, int kC>
@@ -386,7 +382,7 @@ __device__ __forceinline__ void block_of_p(Stage<kD, kC>& stage, int i, int j, f
 template <DType kType, int kC, bool kFull>
 __device__ __forceinline__ void store_outputs_as(const DeviceTensor& x, char* o, int count,
                                                  const float2 (&norms)[kC / 8], const Columns<kFull>& columns,
-                                                 const Lane& at, Rows<kC>& y) {
+                                                 const Lane& at, LaneRows<kC>& y) {
 #pragma unroll
   for (int r = 0; r < kC / 8; ++r) {
     float values[4];
@@ -408,7 +404,7 @@ __device__ __forceinline__ void store_outputs_as(const DeviceTensor& x, char* o,
 // o has the type of q or is fp32.
 template <DType kType, int kC, bool kFull>
 __device__ __forceinline__ void store_outputs(const DeviceTensor& x, char* o, int count, const float2 (&norms)[kC / 8],
-                                              const Columns<kFull>& columns, const Lane& at, Rows<kC>& y) {
+                                              const Columns<kFull>& columns, const Lane& at, LaneRows<kC>& y) {
   if (at.columns == 0) return;
   if (x.dtype == kType) {
     store_outputs_as<kType, kC>(x, o, count, norms, columns, at, y);

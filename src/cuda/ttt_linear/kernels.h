@@ -8,8 +8,12 @@
 
 namespace fastweight::cuda::ttt {
 
-void chunk_forward(const TttLinearForwardProblem& problem, const Context& context);
-std::string declines_chunk_forward(const TttLinearForwardProblem& problem);
+// Mini-batches of 16 tokens; of 32 and 64.
+void chunk_chain_forward(const TttLinearForwardProblem& problem, const Context& context);
+std::string declines_chunk_chain(const TttLinearForwardProblem& problem);
+void chunk_tiles_forward(const TttLinearForwardProblem& problem, const Context& context);
+std::string declines_chunk_tiles(const TttLinearForwardProblem& problem);
+
 void recurrent_forward(const TttLinearForwardProblem& problem, const Context& context);
 void recurrent_step(const TttLinearStepProblem& problem, const Context& context);
 

@@ -14,13 +14,16 @@ std::string declines_recurrent(const Problem& problem) {
   return reason.empty() ? too_many_heads(problem.sizes.num_heads) : reason;
 }
 
-std::string declines_chunk_forward(const TttLinearForwardProblem& problem) {
+// An entry of the mini-batch form: what no kernel takes, then what this one does not.
+template <std::string (*kDeclines)(const TttLinearForwardProblem&)>
+std::string declines_chunk(const TttLinearForwardProblem& problem) {
   const std::string reason = declines_recurrent(problem);
-  return reason.empty() ? ttt::declines_chunk_forward(problem) : reason;
+  return reason.empty() ? kDeclines(problem) : reason;
 }
 
 constexpr Implementation<TttLinearForwardProblem> kForward[] = {
-    {"chunk", declines_chunk_forward, always, ttt::chunk_forward},
+    {"chunk_chain", declines_chunk<ttt::declines_chunk_chain>, always, ttt::chunk_chain_forward},
+    {"chunk_tiles", declines_chunk<ttt::declines_chunk_tiles>, always, ttt::chunk_tiles_forward},
     {"recurrent", declines_recurrent, always, ttt::recurrent_forward},
 };
 constexpr Implementation<TttLinearStepProblem> kStep[] = {

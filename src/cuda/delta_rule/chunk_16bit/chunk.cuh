@@ -1,48 +1,32 @@
-// The chunk form on tensor cores, in two steps: the factors of every chunk, all chunks at once (chunk_factors.cu,
-// chunk_factors_channels.cu), then the scan over the chunks of each sequence (chunk_fwd.cuh). This is the form with
-// 16-bit operands; chunk_fp32.cuh has the one with the accuracy of fp32.
+// The chunk form on tensor cores with 16-bit operands: what its kernels share. ../chunk.cuh has the equations.
 //
-// For one chunk with start state S (gamma_i the running sum of log decays, E = exp, rows i, j < L):
-//
-//     A_ij = beta_i (k_i . k_j) E(gamma_i - gamma_j)  (i > j)        T = (I + A)^-1
-//     P_ij = scale (q_i . k_j) E(gamma_i - gamma_j)   (i >= j)
-//     N    = (T beta) (v - E(gamma) k S)                             what the chunk writes
-//     o    = scale E(gamma) q S + P N
-//     S'   = E(gamma_L) S + (E(gamma_L - gamma) k)^T N
-//
-// A chunk has options.chunk_size tokens and stands in tiles of 64 rows; rows beyond its tokens are neutral: q = k = v =
-// beta = 0 and decay 1, so A and P are 0 and T is the identity there. The rounding to 16 bits is that of the operands
-// of products: q, k, v, T beta, P, N, v - .. and S. Decays, A, its inversion and all sums are fp32.
+// A chunk has options.chunk_size tokens and stands in tiles of 64 rows. The rounding to 16 bits is that of the operands
+// of products: q, k, v, Jb, sP, R, D and S. Decays, A, its inversion and all sums are fp32.
 #pragma once
 
-#include "cuda/common/elements.cuh"
 #include "cuda/common/mma.cuh"
-#include "cuda/common/sequences.h"
 #include "cuda/common/tile_rows.cuh"
 #include "cuda/common/unit_lower.cuh"
 #include "cuda/common/warp.cuh"
-#include "cuda/delta_rule/device_problem.h"
-#include "cuda/delta_rule/token.cuh"
+#include "cuda/delta_rule/chunk.cuh"
+#include "cuda/delta_rule/chunk_16bit/config.h"
 
-namespace fastweight::cuda {
+namespace fastweight::cuda::chunk_16bit {
 
 inline constexpr int kChunkRows = 64;
 
 // What the scan needs of every (chunk, value head), in scratch memory. One decay per head: the norms of q and k and the
 // decays are numbers per token. One per channel: they are inside three copies of the keys.
 struct ChunkFactors {
-  uint16_t* T = nullptr;     // [chunks][HV][64][64]: T beta
-  uint16_t* P = nullptr;     // [chunks][HV][64][64]
+  uint16_t* Jb = nullptr;    // [chunks][HV][64][64]
+  uint16_t* sP = nullptr;    // [chunks][HV][64][64]
   float* token = nullptr;    // per head [chunks][HV][3][64], by TokenFactor
-  float* total = nullptr;    // [chunks][HV][total_width]: exp(gamma_L), per channel or once
-  uint16_t* keys = nullptr;  // per channel [chunks][HV][3][64][padded K]: k E(gamma), scale q E(gamma), k E(gamma_L -
-                             // gamma)
+  float* total = nullptr;    // [chunks][HV][total_width]: e_n, per channel or once
+  uint16_t* keys = nullptr;  // per channel [chunks][HV][3][64][padded K], by KeyCopy
   int total_width = 4;       // padded K per channel, else 4 of which the first counts
 };
 
-// The factor of token i on: the read k_i S; the read q_i S; the write N_i; and in fp32, where T has no beta, v_i.
-enum TokenFactor { kOnKeyRead, kOnQueryRead, kOnWrite, kOnValue };
-inline constexpr int kTokenFactors = 3;
+inline constexpr int kTokenFactors = 3;  // R has its beta in Jb
 
 struct ChunkArgs {
   DeltaRuleDeviceProblem problem;
@@ -57,7 +41,7 @@ struct ChunkArgs {
   int64_t state_chunks = 0;  // of chunk_states
 };
 
-// T and P are lower triangular. Blocks of 16 above the diagonal are neither written nor read.
+// Jb and sP are lower triangular. Blocks of 16 above the diagonal are neither written nor read.
 __device__ __forceinline__ bool above_diagonal(int row, int segment) { return segment / 2 > row / 16; }
 
 // Copies by thread `thread` of kThreads; the caller commits them.
@@ -85,24 +69,10 @@ __device__ __forceinline__ void copy_tile(const SharedTile<kColumns>& tile, cons
   }
 }
 
-// Dense numbers, in pieces of 16 bytes.
-__device__ __forceinline__ void copy_floats(float* destination, const float* source, int count, int thread,
-                                            int threads) {
-  for (int at = thread * 4; at < count; at += threads * 4) {
-    copy_async(shared_address(destination + at), source + at, true);
-  }
-}
-
-// log2 of a decay. Below 2^-149 there is no positive float; the bound keeps sums of the logarithms small.
+// log2 of a decay. Below 2^-149 there is no positive float; the bound keeps sums of the logarithms small. NaN stays NaN.
 __device__ __forceinline__ float log2_decay(const DeltaRuleDeviceProblem& problem, float x, float rate, float bias) {
   constexpr float kLog2E = 1.4426950408889634f;
-  return fmaxf(log_decay(problem, x, rate, bias) * kLog2E, -150.0f);
-}
-
-__device__ __forceinline__ float chunk_beta(const DeltaRuleDeviceProblem& p, const ChunkSpan& span, int head, int row) {
-  if (row >= span.length) return 0.0f;
-  if (!p.beta.present()) return 1.0f;
-  return beta_of(p, load_float(p.beta.data, p.beta.dtype, row_offset(p.beta, span.batch, span.begin + row, head)));
+  return max_or_nan(log_decay(problem, x, rate, bias) * kLog2E, -150.0f);
 }
 
 // body(item, span, head) for the block's share of all pairs of a chunk and a value head. All threads leave an item
@@ -149,11 +119,11 @@ __device__ __forceinline__ void row_norms(const SharedTile<kColumns>& tile, bool
   if (part == 0) rstd[row] = wanted ? 1.0f / sqrtf(sum + kL2NormEps) : 1.0f;
 }
 
-inline constexpr int kPitchOfA = kPitchOfA64, kPitchOfT = kPitchOfT64;
+inline constexpr int kPitchOfA = kPitchOfA64, kPitchOfJ = kPitchOfJ64;
 
-// T beta to dense 16-bit rows in global memory.
+// Jb to dense 16-bit rows in global memory.
 template <DType kType, int kThreads>
-__device__ __forceinline__ void store_lower(const float* T, const float* beta, uint16_t* destination) {
+__device__ __forceinline__ void store_lower(const float* J, const float* beta, uint16_t* destination) {
   const int segment = threadIdx.x % 8;
   float factor[8];
 #pragma unroll
@@ -162,7 +132,7 @@ __device__ __forceinline__ void store_lower(const float* T, const float* beta, u
   for (int i = 0; i < kChunkRows; i += kThreads / 8) {
     const int row = i + static_cast<int>(threadIdx.x) / 8;
     if (above_diagonal(row, segment)) continue;
-    const float* x = T + row * kPitchOfT + segment * 8;
+    const float* x = J + row * kPitchOfJ + segment * 8;
     uint32_t words[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) words[e] = pack<kType>(factor[2 * e] * x[2 * e], factor[2 * e + 1] * x[2 * e + 1]);
@@ -170,29 +140,20 @@ __device__ __forceinline__ void store_lower(const float* T, const float* beta, u
   }
 }
 
-// What kernels are compiled for.
-inline int padded_k(int64_t K) { return K <= 64 ? 64 : K <= 128 ? 128 : 256; }
-
 // One launch each over all (chunk, value head) pairs, and the shared memory that a block takes.
-void launch_chunk_factors(const ChunkArgs& args, int padded_k, const Context& context);
-void launch_chunk_factors_channels(const ChunkArgs& args, int padded_k, const Context& context);
-size_t chunk_factors_bytes(int padded_k);
-size_t chunk_factors_channels_bytes(int padded_k);
+void launch_factors(const ChunkArgs& args, int padded_k, const Context& context);
+void launch_factors_per_channel(const ChunkArgs& args, int padded_k, const Context& context);
+size_t factors_bytes(int padded_k);
+size_t factors_per_channel_bytes(int padded_k);
 
 // The scan, in one launch. For bf16 and fp16, a file each.
 template <DType kType>
-void launch_scan(const ChunkArgs& args, int padded_k, bool per_channel, const Context& context);
-
-// Calls body.template operator()<kK>() for a padded K.
-template <int... kPaddedK, class Body>
-void with_padded_k(int padded_k, const Body& body) {
-  (void)((padded_k == kPaddedK ? (body.template operator()<kPaddedK>(), true) : false) || ...);
-}
+void launch_scan(const ChunkArgs& args, const ScanConfig& config, const Context& context);
 
 // Calls body.template operator()<kType, kK>() for the element type and padded K of a problem.
-template <int... kPaddedK, class Body>
+template <class Body>
 void with_tile(DType dtype, int padded_k, const Body& body) {
-  with_padded_k<kPaddedK...>(padded_k, [&]<int kK>() {
+  with_padded_k(padded_k, [&]<int kK>() {
     if (dtype == DType::kBF16) {
       body.template operator()<DType::kBF16, kK>();
     } else {
@@ -201,4 +162,4 @@ void with_tile(DType dtype, int padded_k, const Body& body) {
   });
 }
 
-}  // namespace fastweight::cuda
+}  // namespace fastweight::cuda::chunk_16bit

@@ -1,13 +1,13 @@
-// The factors of the chunk form with no decay or one per head. See chunk.cuh for the equations.
+// The factors of the chunk form with no decay or one per head. See ../chunk.cuh for the equations.
 //
-// One block of four warps per (chunk, value head). q and k stay as they are: their norms and the decays go into A, P
-// and three numbers per token. Each warp makes 16 rows of A and P, only the blocks on and below the diagonal.
+// One block of four warps per (chunk, value head). q and k stay as they are: their norms and the decays go into A, sP
+// and three numbers per token. Each warp makes 16 rows of A and sP, only the blocks on and below the diagonal.
 #include <algorithm>
 
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
 
-namespace fastweight::cuda {
+namespace fastweight::cuda::chunk_16bit {
 namespace {
 
 constexpr int kThreads = 128;
@@ -22,12 +22,19 @@ struct Shared {
     };
     struct {  // once q and k have been read
       alignas(16) float A[kChunkRows * kPitchOfA];
-      alignas(16) float T[kChunkRows * kPitchOfT];
+      alignas(16) float J[kChunkRows * kPitchOfJ];
     };
   };
-  float gamma[kChunkRows];  // log2, running sums
+  float gamma[kChunkRows];  // in log2
   float beta[kChunkRows];
   float rstd_k[kChunkRows], rstd_q[kChunkRows];
+
+  // One tile serves both roles of the keys.
+  __device__ __forceinline__ SharedTile<kK> reader() const { return {const_cast<uint16_t*>(k)}; }
+  __device__ __forceinline__ SharedTile<kK> writer() const { return {const_cast<uint16_t*>(k)}; }
+  __device__ __forceinline__ SharedTile<kK> queries() const { return {const_cast<uint16_t*>(q)}; }
+  __device__ __forceinline__ float rstd_reader(int row) const { return rstd_k[row]; }
+  __device__ __forceinline__ float rstd_writer(int row) const { return rstd_k[row]; }
 };
 
 // Running sums of the log2 decays of a chunk by one warp, two neighbouring tokens per lane.
@@ -55,9 +62,9 @@ __device__ __forceinline__ void sum_gates(const DeltaRuleDeviceProblem& p, const
   gamma[2 * lane + 1] = sum;
 }
 
-// Rows [16 block, +16) of x k^T as C tiles; tiles beyond the diagonal block are left alone.
+// Rows [16 block, +16) of x writer^T as C tiles; tiles beyond the diagonal block are left alone.
 template <DType kType, int kK>
-__device__ __forceinline__ void gram_rows(const SharedTile<kK>& x, const SharedTile<kK>& k, int block, int lane,
+__device__ __forceinline__ void gram_rows(const SharedTile<kK>& x, const SharedTile<kK>& writer, int block, int lane,
                                           float (&c)[8][4]) {
 #pragma unroll
   for (int n = 0; n < 8; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0;
@@ -69,14 +76,14 @@ __device__ __forceinline__ void gram_rows(const SharedTile<kK>& x, const SharedT
     for (int n = 0; n < 4; ++n) {
       if (n > block) continue;
       uint32_t b[4];
-      k.load_b(16 * n, m, lane, b);
+      writer.load_b(16 * n, m, lane, b);
       mma<kType>(c[2 * n], a, b[0], b[1]);
       mma<kType>(c[2 * n + 1], a, b[2], b[3]);
     }
   }
 }
 
-// From rows [16 warp, +16) of k k^T.
+// From rows [16 warp, +16) of reader writer^T.
 template <int kK>
 __device__ __forceinline__ void make_A(Shared<kK>& s, int warp, int lane, const float (&c)[8][4]) {
 #pragma unroll
@@ -85,16 +92,16 @@ __device__ __forceinline__ void make_A(Shared<kK>& s, int warp, int lane, const 
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int i = 16 * warp + lane / 4 + e / 2 * 8, j = 8 * n + 2 * (lane % 4) + e % 2;
-      const float factor = s.beta[i] * s.rstd_k[i] * s.rstd_k[j];
+      const float factor = s.beta[i] * s.rstd_reader(i) * s.rstd_writer(j);
       s.A[j * kPitchOfA + i] = i > j ? factor * exp2_approx(s.gamma[i] - s.gamma[j]) * c[n][e] : 0.0f;
     }
   }
 }
 
 template <DType kType, int kK>
-__device__ __forceinline__ void make_P(const Shared<kK>& s, float scale, int block, int lane, uint16_t* P) {
+__device__ __forceinline__ void make_sP(const Shared<kK>& s, float scale, int block, int lane, uint16_t* sP) {
   float c[8][4];
-  gram_rows<kType, kK>({const_cast<uint16_t*>(s.q)}, {const_cast<uint16_t*>(s.k)}, block, lane, c);
+  gram_rows<kType, kK>(s.queries(), s.writer(), block, lane, c);
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     if (n / 2 > block) continue;
@@ -105,10 +112,10 @@ __device__ __forceinline__ void make_P(const Shared<kK>& s, float scale, int blo
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         if (i < j + e) continue;
-        const float factor = scale * s.rstd_q[i] * s.rstd_k[j + e];
+        const float factor = scale * s.rstd_q[i] * s.rstd_writer(j + e);
         p[e] = factor * exp2_approx(s.gamma[i] - s.gamma[j + e]) * c[n][2 * half + e];
       }
-      *reinterpret_cast<uint32_t*>(P + i * kChunkRows + j) = pack<kType>(p[0], p[1]);
+      *reinterpret_cast<uint32_t*>(sP + i * kChunkRows + j) = pack<kType>(p[0], p[1]);
     }
   }
 }
@@ -119,9 +126,9 @@ __device__ __forceinline__ void store_token_factors(const Shared<kK>& s, float s
   if (i >= kChunkRows) return;
   const float read = exp2_approx(s.gamma[i]);
   const float last = s.gamma[kChunkRows - 1];
-  token[kOnKeyRead * kChunkRows + i] = read * s.rstd_k[i];
+  token[kOnKeyRead * kChunkRows + i] = read * s.rstd_reader(i);
   token[kOnQueryRead * kChunkRows + i] = scale * read * s.rstd_q[i];
-  token[kOnWrite * kChunkRows + i] = exp2_approx(last - s.gamma[i]) * s.rstd_k[i];
+  token[kOnWrite * kChunkRows + i] = exp2_approx(last - s.gamma[i]) * s.rstd_writer(i);
   if (i < 4) total[i] = exp2_approx(last);
 }
 
@@ -146,15 +153,15 @@ __global__ void __launch_bounds__(kThreads, 6) factors_kernel(const __grid_const
     row_norms<kType, 2, kK>({s.k}, p.qk_l2norm, s.rstd_k);
     row_norms<kType, 2, kK>({s.q}, p.qk_l2norm, s.rstd_q);
     __syncthreads();
-    make_P<kType>(s, p.scale, 3 - warp, lane, args.factors.P + item * kChunkRows * kChunkRows);
+    make_sP<kType>(s, p.scale, 3 - warp, lane, args.factors.sP + item * kChunkRows * kChunkRows);
     float c[8][4];
-    gram_rows<kType, kK>({s.k}, {s.k}, warp, lane, c);
+    gram_rows<kType, kK>(s.reader(), s.writer(), warp, lane, c);
     __syncthreads();
     make_A(s, warp, lane, c);
     __syncthreads();
-    invert_unit_lower(s.A, s.T, warp, lane);
+    invert_unit_lower(s.A, s.J, warp, lane);
     __syncthreads();
-    store_lower<kType, kThreads>(s.T, s.beta, args.factors.T + item * kChunkRows * kChunkRows);
+    store_lower<kType, kThreads>(s.J, s.beta, args.factors.Jb + item * kChunkRows * kChunkRows);
     store_token_factors(s, p.scale, args.factors.token + item * kTokenFactors * kChunkRows,
                         args.factors.total + item * args.factors.total_width);
   });
@@ -162,19 +169,19 @@ __global__ void __launch_bounds__(kThreads, 6) factors_kernel(const __grid_const
 
 }  // namespace
 
-size_t chunk_factors_bytes(int padded_k) {
+size_t factors_bytes(int padded_k) {
   size_t bytes = 0;
-  with_tile<64, 128, 256>(DType::kBF16, padded_k, [&]<DType, int kK>() { bytes = sizeof(Shared<kK>); });
+  with_tile(DType::kBF16, padded_k, [&]<DType, int kK>() { bytes = sizeof(Shared<kK>); });
   return bytes;
 }
 
-void launch_chunk_factors(const ChunkArgs& args, int padded_k, const Context& context) {
+void launch_factors(const ChunkArgs& args, int padded_k, const Context& context) {
   const int64_t items = args.num_chunks * args.problem.num_value_heads;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, 1 << 30));
-  with_tile<64, 128, 256>(args.problem.k.dtype, padded_k, [&]<DType kType, int kK>() {
-    launch<factors_kernel<kType, kK>>("delta_rule chunk factors", context, {blocks, kThreads, sizeof(Shared<kK>), true},
-                                      args);
+  with_tile(args.problem.k.dtype, padded_k, [&]<DType kType, int kK>() {
+    launch<factors_kernel<kType, kK>>("delta_rule chunk_16bit factors", context,
+                                      {blocks, kThreads, sizeof(Shared<kK>), true}, args);
   });
 }
 
-}  // namespace fastweight::cuda
+}  // namespace fastweight::cuda::chunk_16bit

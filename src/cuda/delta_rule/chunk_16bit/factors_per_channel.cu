@@ -1,6 +1,6 @@
-// The factors of the chunk form with one decay per key channel. See chunk.cuh for the equations; here
+// The factors of the chunk form with one decay per key channel. See ../chunk.cuh for the equations; here
 //
-//     A_ij = beta_i sum_d k_id k_jd E(gamma_id - gamma_jd),     P_ij likewise with q_i.
+//     A_ij = beta_i sum_d k_id k_jd exp(gamma_id - gamma_jd),     sP_ij likewise with scale q_i.
 //
 // No exponential of a sum is formed: every factor is a product of the decays of single tokens, none above 1 for g <= 0,
 // so nothing overflows and a gate of -1000 costs no digits. In tiles of 16 rows, of which `rising` rows are k_i and q_i
@@ -16,7 +16,7 @@
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
 
-namespace fastweight::cuda {
+namespace fastweight::cuda::chunk_16bit {
 namespace {
 
 constexpr int kThreads = 256;
@@ -31,7 +31,7 @@ struct Shared {
   alignas(128) Tile falling;
   union {
     alignas(16) float decay[kChunkRows * kK];
-    alignas(16) float T[kChunkRows * kPitchOfT];  // once A is complete
+    alignas(16) float J[kChunkRows * kPitchOfJ];  // once A is complete
   };
   alignas(16) float total[kTiles * kK];    // the decays of whole tiles
   alignas(16) float inverse[kTiles * kK];  // 1 / total
@@ -40,6 +40,12 @@ struct Shared {
   float beta[kChunkRows];
   float rstd_k[kChunkRows], rstd_q[kChunkRows];
   bool strong[kTiles];  // a decay of the tile too small to be divided by
+
+  // One tile serves both roles of the keys; `falling` is the writer's from the start.
+  __device__ __forceinline__ SharedTile<kK> reader() { return {k}; }
+  __device__ __forceinline__ SharedTile<kK> writer() { return {k}; }
+  __device__ __forceinline__ float rstd_reader(int row) const { return rstd_k[row]; }
+  __device__ __forceinline__ float rstd_writer(int row) const { return rstd_k[row]; }
 };
 
 // Whether k_j divided by a tile's decay, and k_j times it, keep their digits: bf16 has the exponents of fp32, enough
@@ -104,10 +110,10 @@ __device__ __forceinline__ uint16_t to_element(float value) {
 
 // A strong tile on the diagonal by one warp: lane l has column l % 16 and half of the channels.
 template <DType kType, int kK>
-__device__ __forceinline__ void diagonal(Shared<kK>& s, float scale, int tile, int lane, uint16_t* P) {
+__device__ __forceinline__ void diagonal(Shared<kK>& s, float scale, int tile, int lane, uint16_t* sP) {
   constexpr int kSegments = SharedTile<kK>::kSegments, kParts = kWarpSize / kRows;
   const int j = lane % kRows, part = lane / kRows, top = kRows * tile;
-  const SharedTile<kK> k{s.k}, q{s.q};
+  const SharedTile<kK> k{s.k}, q{s.q};  // k in both roles: unpacked twice it would cost registers
   float a_sum[kRows] = {}, p_sum[kRows] = {};
 #pragma unroll 1
   for (int segment = part; segment < kSegments; segment += kParts) {
@@ -133,7 +139,7 @@ __device__ __forceinline__ void diagonal(Shared<kK>& s, float scale, int tile, i
       }
     }
   }
-  const float rstd_j = s.rstd_k[top + j];
+  const float rstd_j = s.rstd_writer(top + j);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     float a = a_sum[r], p = p_sum[r];
@@ -144,9 +150,9 @@ __device__ __forceinline__ void diagonal(Shared<kK>& s, float scale, int tile, i
     }
     const int i = top + r;
     if (part == 0) {
-      s.A[(top + j) * kPitchOfA + i] = s.beta[i] * s.rstd_k[i] * rstd_j * a;
+      s.A[(top + j) * kPitchOfA + i] = s.beta[i] * s.rstd_reader(i) * rstd_j * a;
     } else {
-      P[i * kChunkRows + top + j] = to_element<kType>(scale * s.rstd_q[i] * rstd_j * p);
+      sP[i * kChunkRows + top + j] = to_element<kType>(scale * s.rstd_q[i] * rstd_j * p);
     }
   }
 }
@@ -174,7 +180,7 @@ __device__ __forceinline__ float2 operator*(float a, float2 b) { return make_flo
 template <DType kType, int kK>
 __device__ __forceinline__ void scale_rows(const ChunkArgs& args, int64_t item, Shared<kK>& s) {
   const float scale = args.problem.scale;
-  const SharedTile<kK> k{s.k}, q{s.q}, falling{s.falling};
+  const SharedTile<kK> reader = s.reader(), writer = s.writer(), q{s.q}, falling{s.falling};
   const auto pair_at = [](const SharedTile<kK>& tile, int row, int channel) -> uint32_t& {
     return *reinterpret_cast<uint32_t*>(&tile.at(row, channel));
   };
@@ -189,17 +195,17 @@ __device__ __forceinline__ void scale_rows(const ChunkArgs& args, int64_t item, 
       if (tile == 0 && t == kTiles - 2) *reinterpret_cast<float2*>(s.middle + channel) = after;
     }
     const auto decay_of = [&](int row) { return *reinterpret_cast<const float2*>(s.decay + row * kK + channel); };
-    uint16_t* to = args.factors.keys + (item * 3 * kChunkRows + top) * kK + channel;
-    const auto store = [&](int copy, int i, float2 x) {
+    uint16_t* to = args.factors.keys + (item * kKeyCopies * kChunkRows + top) * kK + channel;
+    const auto store = [&](KeyCopy copy, int i, float2 x) {
       *reinterpret_cast<uint32_t*>(to + (copy * kChunkRows + i) * kK) = pack<kType>(x.x, x.y);
     };
     float2 until = make_float2(1, 1);
 #pragma unroll
     for (int i = kRows - 1; i >= 0; --i) {
       const int row = top + i;
-      const float2 x = until * unpack<kType>(pair_at(k, row, channel));
+      const float2 x = until * unpack<kType>(pair_at(writer, row, channel));
       pair_at(falling, row, channel) = pack<kType>(x.x, x.y);
-      store(2, i, s.rstd_k[row] * (after * x));
+      store(kWriter, i, s.rstd_writer(row) * (after * x));
       until = until * decay_of(row);
     }
     float2 since = make_float2(1, 1);
@@ -207,12 +213,12 @@ __device__ __forceinline__ void scale_rows(const ChunkArgs& args, int64_t item, 
     for (int i = 0; i < kRows; ++i) {
       const int row = top + i;
       since = since * decay_of(row);
-      const float2 rising_k = since * unpack<kType>(pair_at(k, row, channel));
+      const float2 rising_k = since * unpack<kType>(pair_at(reader, row, channel));
       const float2 rising_q = since * unpack<kType>(pair_at(q, row, channel));
-      pair_at(k, row, channel) = pack<kType>(rising_k.x, rising_k.y);
+      pair_at(reader, row, channel) = pack<kType>(rising_k.x, rising_k.y);
       pair_at(q, row, channel) = pack<kType>(rising_q.x, rising_q.y);
-      store(0, i, s.rstd_k[row] * (before * rising_k));
-      store(1, i, (scale * s.rstd_q[row]) * (before * rising_q));
+      store(kReader, i, s.rstd_reader(row) * (before * rising_k));
+      store(kQuery, i, (scale * s.rstd_q[row]) * (before * rising_q));
     }
     if (tile == kTiles - 1) {
       float* total = args.factors.total + item * args.factors.total_width + channel;
@@ -221,11 +227,11 @@ __device__ __forceinline__ void scale_rows(const ChunkArgs& args, int64_t item, 
   }
 }
 
-// Tile (row, column) of A and P, by one warp. `factor`, one per channel, belongs to the falling rows; null: 1.
+// Tile (row, column) of A and sP, by one warp. `factor`, one per channel, belongs to the falling rows; null: 1.
 template <DType kType, int kK>
 __device__ __forceinline__ void make_tile(Shared<kK>& s, float scale, int row, int column, const float* factor,
-                                          int lane, uint16_t* P) {
-  const SharedTile<kK> rising_k{s.k}, rising_q{s.q}, falling{s.falling};
+                                          int lane, uint16_t* sP) {
+  const SharedTile<kK> rising_k = s.reader(), rising_q{s.q}, falling{s.falling};
   float a_sum[2][4] = {}, p_sum[2][4] = {};
 #pragma unroll 4
   for (int m = 0; m < kK / 16; ++m) {
@@ -255,12 +261,12 @@ __device__ __forceinline__ void make_tile(Shared<kK>& s, float scale, int row, i
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = kRows * row + lane / 4 + half * 8, j = kRows * column + 8 * n + 2 * (lane % 4);
-      const float on_a = s.beta[i] * s.rstd_k[i], on_p = scale * s.rstd_q[i];
-      s.A[j * kPitchOfA + i] = on_a * s.rstd_k[j] * a_sum[n][2 * half];
-      s.A[(j + 1) * kPitchOfA + i] = on_a * s.rstd_k[j + 1] * a_sum[n][2 * half + 1];
-      const float p0 = i < j ? 0.0f : on_p * s.rstd_k[j] * p_sum[n][2 * half];
-      const float p1 = i < j + 1 ? 0.0f : on_p * s.rstd_k[j + 1] * p_sum[n][2 * half + 1];
-      *reinterpret_cast<uint32_t*>(P + i * kChunkRows + j) = pack<kType>(p0, p1);
+      const float on_a = s.beta[i] * s.rstd_reader(i), on_p = scale * s.rstd_q[i];
+      s.A[j * kPitchOfA + i] = on_a * s.rstd_writer(j) * a_sum[n][2 * half];
+      s.A[(j + 1) * kPitchOfA + i] = on_a * s.rstd_writer(j + 1) * a_sum[n][2 * half + 1];
+      const float p0 = i < j ? 0.0f : on_p * s.rstd_writer(j) * p_sum[n][2 * half];
+      const float p1 = i < j + 1 ? 0.0f : on_p * s.rstd_writer(j + 1) * p_sum[n][2 * half + 1];
+      *reinterpret_cast<uint32_t*>(sP + i * kChunkRows + j) = pack<kType>(p0, p1);
     }
   }
 }
@@ -268,15 +274,15 @@ __device__ __forceinline__ void make_tile(Shared<kK>& s, float scale, int row, i
 // The ten tiles on and below the diagonal, by eight warps with as much to do: four on the diagonal, three with tiles
 // between, and those with none.
 template <DType kType, int kK>
-__device__ __forceinline__ void make_tiles(Shared<kK>& s, float scale, int warp, int lane, uint16_t* P) {
+__device__ __forceinline__ void make_tiles(Shared<kK>& s, float scale, int warp, int lane, uint16_t* sP) {
   if (warp < 4) {
-    if (!s.strong[warp]) make_tile<kType>(s, scale, warp, warp, s.inverse + warp * kK, lane, P);
+    if (!s.strong[warp]) make_tile<kType>(s, scale, warp, warp, s.inverse + warp * kK, lane, sP);
   } else if (warp < 7) {
     const int row = warp == 4 ? 2 : 3, column = warp == 6 ? 1 : 0;
-    make_tile<kType>(s, scale, row, column, warp == 5 ? s.middle : s.total + (column + 1) * kK, lane, P);
+    make_tile<kType>(s, scale, row, column, warp == 5 ? s.middle : s.total + (column + 1) * kK, lane, sP);
   } else {
 #pragma unroll 1
-    for (int row = 1; row < kTiles; ++row) make_tile<kType>(s, scale, row, row - 1, nullptr, lane, P);
+    for (int row = 1; row < kTiles; ++row) make_tile<kType>(s, scale, row, row - 1, nullptr, lane, sP);
   }
 }
 
@@ -300,36 +306,36 @@ __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
     row_norms<kType, 4, kK>({s.k}, p.qk_l2norm, s.rstd_k);
     row_norms<kType, 4, kK>({s.q}, p.qk_l2norm, s.rstd_q);
     __syncthreads();
-    uint16_t* P = args.factors.P + item * kChunkRows * kChunkRows;
+    uint16_t* sP = args.factors.sP + item * kChunkRows * kChunkRows;
     multiply_tiles<kType>(s);
     __syncthreads();
-    if (warp < kTiles && s.strong[warp]) diagonal<kType>(s, p.scale, warp, lane, P);
+    if (warp < kTiles && s.strong[warp]) diagonal<kType>(s, p.scale, warp, lane, sP);
     __syncthreads();
     scale_rows<kType>(args, item, s);
     __syncthreads();
-    make_tiles<kType>(s, p.scale, warp, lane, P);
+    make_tiles<kType>(s, p.scale, warp, lane, sP);
     __syncthreads();
-    invert_unit_lower(s.A, s.T, warp, lane);
+    invert_unit_lower(s.A, s.J, warp, lane);
     __syncthreads();
-    store_lower<kType, kThreads>(s.T, s.beta, args.factors.T + item * kChunkRows * kChunkRows);
+    store_lower<kType, kThreads>(s.J, s.beta, args.factors.Jb + item * kChunkRows * kChunkRows);
   });
 }
 
 }  // namespace
 
-size_t chunk_factors_channels_bytes(int padded_k) {
+size_t factors_per_channel_bytes(int padded_k) {
   size_t bytes = 0;
-  with_tile<64, 128, 256>(DType::kBF16, padded_k, [&]<DType, int kK>() { bytes = sizeof(Shared<kK>); });
+  with_tile(DType::kBF16, padded_k, [&]<DType, int kK>() { bytes = sizeof(Shared<kK>); });
   return bytes;
 }
 
-void launch_chunk_factors_channels(const ChunkArgs& args, int padded_k, const Context& context) {
+void launch_factors_per_channel(const ChunkArgs& args, int padded_k, const Context& context) {
   const int64_t items = args.num_chunks * args.problem.num_value_heads;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, 1 << 30));
-  with_tile<64, 128, 256>(args.problem.k.dtype, padded_k, [&]<DType kType, int kK>() {
-    launch<channel_factors_kernel<kType, kK>>("delta_rule chunk factors per channel", context,
+  with_tile(args.problem.k.dtype, padded_k, [&]<DType kType, int kK>() {
+    launch<channel_factors_kernel<kType, kK>>("delta_rule chunk_16bit factors per channel", context,
                                               {blocks, kThreads, sizeof(Shared<kK>), true}, args);
   });
 }
 
-}  // namespace fastweight::cuda
+}  // namespace fastweight::cuda::chunk_16bit

@@ -1,13 +1,13 @@
-// Forward in the chunk form: the scan over the chunks of a sequence. See chunk.cuh for the equations and the factors.
+// Forward in the chunk form: the scan over the chunks of a sequence. See ../chunk.cuh for the equations.
 //
 // A block has one (sequence, value head) and a range of value columns. Everything on the value side is transposed, so
 // that the state, S^T [columns x K], stays in registers as fp32 accumulators of the products that advance it. Half of
 // the warps advance the state, the other half computes o, each pair for the same columns:
 //
-//     state warps    X = S^T k^T    W = v^T - (..) X    N = W (T beta)^T    S^T = (..) S^T + N k
-//     output warps   O = S^T q^T    O = (..) O                              O = O + N P^T
+//     state warps    X = S^T k^T    D^T = v^T - e X    R^T = D^T Jb^T    S^T = e_n S^T + w R^T k
+//     output warps   O = S^T q^T    O = scale e O                        O = O + R^T sP^T
 //
-// S and N pass through shared memory as operands. The right operands are shared by all warps; the output warps, which
+// S and R pass through shared memory as operands. The right operands are shared by all warps; the output warps, which
 // have less to do, copy those of the next chunk meanwhile. The state warps are the chain from chunk to chunk: they wait
 // for the others only where these have long been ready.
 //
@@ -17,11 +17,12 @@
 #include <algorithm>
 
 #include "cuda/common/launch.h"
+#include "cuda/common/warp_roles.cuh"
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
 #include "cuda/delta_rule/chunk_16bit/stage.cuh"
 #include "cuda/delta_rule/scan_part.cuh"
 
-namespace fastweight::cuda {
+namespace fastweight::cuda::chunk_16bit {
 namespace {
 
 constexpr int kTokenTiles = kChunkRows / 8;  // C tiles along the tokens of a chunk
@@ -106,7 +107,7 @@ __device__ __forceinline__ void scale_tokens(const float* token, TokenFactor fac
 // X += S^T k^T, with S rounded to operands, which are handed over.
 template <DType kType, int kK, int kTiles>
 __device__ __forceinline__ void read_state(const float (&S)[kTiles][kK / 8][4], const SharedTile<kK>& handed, int row,
-                                           const SharedTile<kK>& keys, int lane, Sums<kTiles>& X) {
+                                           const SharedTile<kK>& reader, int lane, Sums<kTiles>& X) {
 #pragma unroll
   for (int m = 0; m < kK / 16; ++m) {
     uint32_t a[kTiles][4];
@@ -115,16 +116,16 @@ __device__ __forceinline__ void read_state(const float (&S)[kTiles][kK / 8][4], 
       pack_a<kType>(S[i][2 * m], S[i][2 * m + 1], a[i]);
       handed.store_a(row + 16 * i, m, lane, a[i]);
     }
-    multiply_rows<kType, kK, kTiles>(a, keys, m, lane, X);
+    multiply_rows<kType, kK, kTiles>(a, reader, m, lane, X);
   }
 }
 
-// X becomes N, which is handed over.
+// X becomes R^T, which is handed over.
 template <DType kType, int kTiles, int kK, bool kPerChannel, int kColumns>
-__device__ __forceinline__ void finish_writes(Stage<kK, kPerChannel, kColumns>& stage, const SharedTile<kChunkRows>& N,
+__device__ __forceinline__ void finish_writes(Stage<kK, kPerChannel, kColumns>& stage, const SharedTile<kChunkRows>& R,
                                               int row, int lane, Sums<kTiles>& X) {
-  // W = v - E(gamma) X; per channel the keys have the factor.
-  uint32_t W[kChunkRows / 16][kTiles][4];
+  // D = v - e X; per channel the reader has the factor.
+  uint32_t D[kChunkRows / 16][kTiles][4];
 #pragma unroll
   for (int m = 0; m < kChunkRows / 16; ++m) {
     uint32_t v[kTiles][4];
@@ -144,25 +145,25 @@ __device__ __forceinline__ void finish_writes(Stage<kK, kPerChannel, kColumns>& 
       }
     }
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) pack_a<kType>(X[i][2 * m], X[i][2 * m + 1], W[m][i]);
+    for (int i = 0; i < kTiles; ++i) pack_a<kType>(X[i][2 * m], X[i][2 * m + 1], D[m][i]);
   }
   clear<kTiles>(X);
 #pragma unroll
-  for (int m = 0; m < kChunkRows / 16; ++m) multiply_lower<kType, kTiles>(W[m], {stage.T}, m, lane, X);
+  for (int m = 0; m < kChunkRows / 16; ++m) multiply_lower<kType, kTiles>(D[m], {stage.Jb}, m, lane, X);
 #pragma unroll
   for (int m = 0; m < kChunkRows / 16; ++m) {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       uint32_t a[4];
       pack_a<kType>(X[i][2 * m], X[i][2 * m + 1], a);
-      N.store_a(row + 16 * i, m, lane, a);
+      R.store_a(row + 16 * i, m, lane, a);
     }
   }
 }
 
-// S^T = E(gamma_L) S^T + (E(gamma_L - gamma) N) k; per channel the keys have the inner factor. Scales N.
+// S^T = e_n S^T + (w R)^T k; per channel the writer has the factor w. Scales R.
 template <DType kType, int kTiles, int kK, bool kPerChannel, int kColumns>
-__device__ __forceinline__ void advance_state(Stage<kK, kPerChannel, kColumns>& stage, int lane, Sums<kTiles>& N,
+__device__ __forceinline__ void advance_state(Stage<kK, kPerChannel, kColumns>& stage, int lane, Sums<kTiles>& R,
                                               float (&S)[kTiles][kK / 8][4]) {
 #pragma unroll
   for (int n = 0; n < kK / 8; ++n) {
@@ -176,20 +177,20 @@ __device__ __forceinline__ void advance_state(Stage<kK, kPerChannel, kColumns>& 
       S[i][n][3] *= total.y;
     }
   }
-  const SharedTile<kK> keys = stage.write_keys();
+  const SharedTile<kK> writer = stage.writer();
 #pragma unroll
   for (int m = 0; m < kChunkRows / 16; ++m) {
     if constexpr (!kPerChannel) {
-      scale_tokens<kTiles>(stage.token, kOnWrite, 2 * m, lane, N);
-      scale_tokens<kTiles>(stage.token, kOnWrite, 2 * m + 1, lane, N);
+      scale_tokens<kTiles>(stage.token, kOnWrite, 2 * m, lane, R);
+      scale_tokens<kTiles>(stage.token, kOnWrite, 2 * m + 1, lane, R);
     }
     uint32_t a[kTiles][4];
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) pack_a<kType>(N[i][2 * m], N[i][2 * m + 1], a[i]);
+    for (int i = 0; i < kTiles; ++i) pack_a<kType>(R[i][2 * m], R[i][2 * m + 1], a[i]);
 #pragma unroll
     for (int n = 0; n < kK / 16; ++n) {
       uint32_t b[4];
-      keys.load_b_transposed(16 * m, n, lane, b);
+      writer.load_b_transposed(16 * m, n, lane, b);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         mma<kType>(S[i][2 * n], a[i], b[0], b[1]);
@@ -199,16 +200,16 @@ __device__ __forceinline__ void advance_state(Stage<kK, kPerChannel, kColumns>& 
   }
 }
 
-// O += N P^T
+// O += R^T sP^T
 template <DType kType, int kTiles>
-__device__ __forceinline__ void add_writes(const SharedTile<kChunkRows>& N, int row, const SharedTile<kChunkRows>& P,
+__device__ __forceinline__ void add_writes(const SharedTile<kChunkRows>& R, int row, const SharedTile<kChunkRows>& sP,
                                            int lane, Sums<kTiles>& O) {
 #pragma unroll
   for (int m = 0; m < kChunkRows / 16; ++m) {
     uint32_t a[kTiles][4];
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) N.load_a(row + 16 * i, m, lane, a[i]);
-    multiply_lower<kType, kTiles>(a, P, m, lane, O);
+    for (int i = 0; i < kTiles; ++i) R.load_a(row + 16 * i, m, lane, a[i]);
+    multiply_lower<kType, kTiles>(a, sP, m, lane, O);
   }
 }
 
@@ -246,17 +247,17 @@ __device__ __forceinline__ void store_outputs(const ChunkArgs& args, const Share
   }
 }
 
-// Barriers between the two kinds of warps of a block, all of which take part in each. One kind waits, the other arrives
-// and goes on.
+// What the two kinds of warps of a block tell each other. All of them take part in every signal (warp_roles.cuh); the
+// output warps produce the stages, the state warps consume them, and the output warps read them too.
 //
-//     kStageReady    the output warps have copied the chunk's operands, and need S and N of the chunk before no more
-//     kStateReady    the state warps have written S of the chunk
-//     kWritesReady   the state warps have written N of the chunk, and need v no more
-//     k..StageFree   the state warps need the chunk's operands no more; not after the last chunk
+//     stage filled     the output warps have copied the chunk's operands, and need S and R of the chunk before no more
+//     state ready      the state warps have written S of the chunk
+//     writes ready     the state warps have written R of the chunk, and need v no more
+//     stage released   the state warps need the chunk's operands no more; not after the last chunk
 //
-// The state warps cannot begin a chunk before the output warps have passed all barriers of the chunk before but the
-// last: of that one there are two, for even and for odd chunks.
-enum { kStageReady = 1, kStateReady, kWritesReady, kEvenStageFree, kOddStageFree };
+// The output warps wait for both of the state warps' signals of a chunk before they commit the next stage: neither kind
+// can be ahead by a turn, but in the releases.
+enum { kStageFilled = 1, kStateReady, kWritesReady, kStageReleased };
 
 template <DType kType, int kK, bool kPerChannel, int kTiles, int kPairs>
 struct Scan {
@@ -272,51 +273,55 @@ struct Scan {
   Stages stage;
   bool two_stages;
   int row, lane;  // the warp's first column in the block
+  StagePipeline<kStageFilled, kStageReleased> stages{kThreads};
+  WarpSignal<kStateReady> state_ready{kThreads};
+  WarpSignal<kWritesReady> writes_ready{kThreads};
 
   __device__ __forceinline__ Stage<kK, kPerChannel, kColumns>& stage_of(int c) const {
     return stage[two_stages ? c % 2 : 0];
   }
 
-  // The state is written in one place of the code, which its compile time asks for.
+  __device__ __forceinline__ void load_states(int K, int V, float (&S)[kTiles][kK / 8][4]) const {
+    const int64_t base = state_offset(args.initial_state, part);
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      load_state<kK>(args.initial_state, base, part.column + row + 16 * i, K, V, lane, S[i]);
+    }
+  }
+
+  // The state before chunk c, or after the last one.
+  __device__ __forceinline__ void save_states(int c, bool last, int K, int V, float (&S)[kTiles][kK / 8][4]) const {
+    const StateAddress place = last ? final_state_address(args, part) : chunk_state_address(args, part, span.batch, c);
+    const int there = opaque(lane);
+    if (place.exists) {
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        store_state<kK>(place.states, place.offset, part.column + row + 16 * i, K, V, there, S[i]);
+      }
+    }
+  }
+
+  // The state is saved in one place of the code, which its compile time asks for.
   __device__ __forceinline__ void advance_states() const {
     const int K = args.problem.head_dim_k, V = args.problem.head_dim_v;
     float S[kTiles][kK / 8][4] = {};
-    if (args.initial_state.present()) {
-      const int64_t base = state_offset(args.initial_state, part);
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        load_state<kK>(args.initial_state, base, part.column + row + 16 * i, K, V, lane, S[i]);
-      }
-    }
+    if (args.initial_state.present()) load_states(K, V, S);
     for (int c = 0;; ++c) {
       // Where registers are short, no address is kept from chunk to chunk; elsewhere that costs time.
       const int here = kPerChannel || kK > 128 ? opaque(lane) : lane;
       const bool last = c == chunks;
-      if (last || args.chunk_states.present()) {
-        const StateAddress place =
-            last ? final_state_address(args, part) : chunk_state_address(args, part, span.batch, c);
-        const int there = opaque(lane);
-        if (place.exists) {
-#pragma unroll
-          for (int i = 0; i < kTiles; ++i) {
-            store_state<kK>(place.states, place.offset, part.column + row + 16 * i, K, V, there, S[i]);
-          }
-        }
-      }
+      if (last || args.chunk_states.present()) save_states(c, last, K, V, S);
       if (last) return;
-      named_barrier<kStageReady>(kThreads);
+      stages.consumer_wait();
       Stage<kK, kPerChannel, kColumns>& current = stage_of(c);
       Sums<kTiles> X;
       clear<kTiles>(X);
-      read_state<kType, kK, kTiles>(S, exchange.S(), row, current.read_keys(), here, X);
-      arrive_at_named_barrier<kStateReady>(kThreads);
-      finish_writes<kType, kTiles>(current, exchange.N(), row, here, X);
-      arrive_at_named_barrier<kWritesReady>(kThreads);
+      read_state<kType, kK, kTiles>(S, exchange.S(), row, current.reader(), here, X);
+      state_ready.arrive();
+      finish_writes<kType, kTiles>(current, exchange.R(), row, here, X);
+      writes_ready.arrive();
       advance_state<kType, kTiles>(current, here, X, S);
-      if (c + 1 < chunks) {
-        c % 2 == 0 ? arrive_at_named_barrier<kEvenStageFree>(kThreads)
-                   : arrive_at_named_barrier<kOddStageFree>(kThreads);
-      }
+      if (c + 1 < chunks) stages.consumer_release(c);
     }
   }
 
@@ -328,11 +333,11 @@ struct Scan {
     loader.next(stage[0]);
     commit_copies();
     wait_copies<0>();
-    if (two_stages) arrive_at_named_barrier<kStageReady>(kThreads);
+    if (two_stages) stages.producer_commit();
     for (int c = 0; c < chunks; ++c, o += C * args.o.strides[1]) {
       Stage<kK, kPerChannel, kColumns>& current = stage_of(c);
       const bool more = c + 1 < chunks;
-      if (c > 0) c % 2 == 1 ? named_barrier<kEvenStageFree>(kThreads) : named_barrier<kOddStageFree>(kThreads);
+      if (c > 0) stages.producer_acquire(c - 1);
       if (two_stages) {
         if (more) loader.next(stage_of(c + 1));
         commit_copies();
@@ -340,9 +345,9 @@ struct Scan {
         if (c > 0) loader.next(current);
         commit_copies();
         wait_copies<0>();
-        named_barrier<kStageReady>(kThreads);
+        stages.producer_commit_and_wait();
       }
-      named_barrier<kStateReady>(kThreads);
+      state_ready.wait();
       Sums<kTiles> O;
       clear<kTiles>(O);
       read_state<kType, kK, kTiles>(exchange.S(), row, current.queries(), lane, O);
@@ -350,11 +355,11 @@ struct Scan {
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) scale_tokens<kTiles>(current.token, kOnQueryRead, n, lane, O);
       }
-      named_barrier<kWritesReady>(kThreads);
-      add_writes<kType, kTiles>(exchange.N(), row, {current.P}, lane, O);
+      writes_ready.wait();
+      add_writes<kType, kTiles>(exchange.R(), row, {current.sP}, lane, O);
       if (two_stages && more) {
         wait_copies<0>();
-        arrive_at_named_barrier<kStageReady>(kThreads);
+        stages.producer_commit();
       }
       store_outputs<kType, kTiles>(args, current.values(), row, lane, o, static_cast<int>(min(span.length - c * C, C)),
                                    part.column, O);
@@ -390,48 +395,31 @@ __global__ void __launch_bounds__(2 * kPairs * kWarpSize, 1)
 }
 
 template <DType kType, int kK, bool kPerChannel, int kTiles, int kPairs>
-void launch_scan(const ChunkArgs& args, size_t shared_limit, const Context& context) {
+void launch_scan(const ChunkArgs& args, const ScanConfig& config, const Context& context) {
   constexpr int kColumns = kColumnsOfBlock<kTiles, kPairs>;
   const DeltaRuleDeviceProblem& p = args.problem;
   const int64_t parts = p.sequences.count * p.num_value_heads * ((p.head_dim_v + kColumns - 1) / kColumns);
-  const bool two_stages = scan_bytes<kK, kPerChannel, kColumns>(2) <= shared_limit;
   launch<scan_kernel<kType, kK, kPerChannel, kTiles, kPairs>>(
-      "delta_rule chunk", context,
+      "delta_rule chunk_16bit scan", context,
       {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), 2 * kPairs * kWarpSize,
-       scan_bytes<kK, kPerChannel, kColumns>(two_stages ? 2 : 1), true},
-      args, two_stages, parts);
-}
-
-// Wide warps share their operands best, narrow blocks fill the device when there are few heads. Two tiles of columns
-// with 256 channels exceed the registers.
-template <DType kType, int kK, bool kPerChannel>
-void launch_scan(const ChunkArgs& args, const Context& context) {
-  const DeltaRuleDeviceProblem& p = args.problem;
-  const int device = context.device.index, multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, device);
-  const auto limit = static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  const auto blocks = [&](int columns) {
-    return p.sequences.count * p.num_value_heads * ((p.head_dim_v + columns - 1) / columns);
-  };
-  if constexpr (kK <= 128) {
-    if (p.head_dim_v > 64 && blocks(64) > multiprocessors && scan_bytes<kK, kPerChannel, 128>(2) <= limit) {
-      launch_scan<kType, kK, kPerChannel, 2, 4>(args, limit, context);
-      return;
-    }
-  }
-  if (p.head_dim_v <= 32 || blocks(32) <= multiprocessors) {
-    launch_scan<kType, kK, kPerChannel, 1, 2>(args, limit, context);
-  } else {
-    launch_scan<kType, kK, kPerChannel, 1, 4>(args, limit, context);
-  }
+       scan_bytes<kK, kPerChannel, kColumns>(config.stages), true},
+      args, config.stages == 2, parts);
 }
 
 }  // namespace
 
+// The instances that scan_config names. Two tiles of columns with 256 channels would exceed the registers.
 template <DType kType>
-void launch_scan(const ChunkArgs& args, int padded_k, bool per_channel, const Context& context) {
-  with_padded_k<64, 128, 256>(padded_k, [&]<int kK>() {
-    per_channel ? launch_scan<kType, kK, true>(args, context) : launch_scan<kType, kK, false>(args, context);
+void launch_scan(const ChunkArgs& args, const ScanConfig& config, const Context& context) {
+  with_padded_k_and_gate(config.padded_k, config.per_channel, [&]<int kK, bool kPerChannel>() {
+    if (config.tiles == 2) {
+      if constexpr (kK <= 128) launch_scan<kType, kK, kPerChannel, 2, 4>(args, config, context);
+    } else if (config.pairs == 2) {
+      launch_scan<kType, kK, kPerChannel, 1, 2>(args, config, context);
+    } else {
+      launch_scan<kType, kK, kPerChannel, 1, 4>(args, config, context);
+    }
   });
 }
 
-}  // namespace fastweight::cuda
+}  // namespace fastweight::cuda::chunk_16bit

@@ -1,7 +1,7 @@
 #include "cuda/delta_rule/chunk_16bit/scan.cuh"
 
-namespace fastweight::cuda {
+namespace fastweight::cuda::chunk_16bit {
 
-template void launch_scan<DType::kBF16>(const ChunkArgs& args, int padded_k, bool per_channel, const Context& context);
+template void launch_scan<DType::kBF16>(const ChunkArgs& args, const ScanConfig& config, const Context& context);
 
-}  // namespace fastweight::cuda
+}  // namespace fastweight::cuda::chunk_16bit

@@ -1,28 +1,31 @@
-// The chunk form with the accuracy of fp32, for tensors of any type: every product of the scan is one of split numbers
-// (common/split.cuh), everything else is fp32. The equations are those of chunk.cuh, in two steps as there:
-// chunk_factors_fp32.cu, all tiles at once, then the scan of chunk_fwd_fp32.cu.
+// The chunk form with the accuracy of fp32, for tensors of any type: what its kernels share. Every product of the scan is
+// one of split numbers (common/split.cuh), everything else is fp32. ../chunk.cuh has the equations.
 //
 // A tile is 16 tokens whatever options.chunk_size, which is a multiple: the scan waits for the tensor cores, and short
-// tiles ask least of them (with L rows 3 K V + 2 L V multiply-adds per token, each in three products) and leave the
+// tiles ask least of them (with n rows 3 K V + 2 n V multiply-adds per token, each in three products) and leave the
 // factors so few that the multiply-add units do them. Decays between tokens are products of the tokens' own decays,
 // never a difference of sums and never divided by: a gate of -1000 is a factor of 0 and costs its neighbours no digits.
 #pragma once
 
 #include "cuda/common/split.cuh"
-#include "cuda/delta_rule/chunk_16bit/chunk.cuh"
+#include "cuda/common/unit_lower.cuh"
+#include "cuda/common/warp.cuh"
+#include "cuda/delta_rule/chunk.cuh"
+#include "cuda/delta_rule/chunk_fp32/config.h"
 
-namespace fastweight::cuda {
+namespace fastweight::cuda::chunk_fp32 {
 
 inline constexpr int kTileRows = 16;
+inline constexpr int kSquare = kTileRows * kTileRows;
+inline constexpr int kTokenFactors = 4;
 
-// What the scan needs of every (tile, value head), in scratch memory; ChunkFactors in fp32.
+// What the scan needs of every (tile, value head), in scratch memory.
 struct TileFactors {
-  float* T = nullptr;      // [tiles][HV][16][16]; beta per value channel: A without beta, which is not inverted
-  float* P = nullptr;      // [tiles][HV][16][16]
+  float* J = nullptr;      // [tiles][HV][16][16]; beta per value channel: A without beta, which is not inverted
+  float* sP = nullptr;     // [tiles][HV][16][16]
   float* token = nullptr;  // [tiles][HV][4][16], by TokenFactor
-  float* total = nullptr;  // [tiles][HV][total_width]: exp(gamma_L), per channel or once
-  float* keys = nullptr;   // per channel [tiles][HV][3][16][padded K]: k E(gamma), scale q E(gamma), k E(gamma_L -
-                           // gamma)
+  float* total = nullptr;  // [tiles][HV][total_width]: e_n, per channel or once
+  float* keys = nullptr;   // per channel [tiles][HV][3][16][padded K], by KeyCopy
   int total_width = 4;     // padded K per channel, else 4 of which the first counts
 };
 
@@ -62,22 +65,11 @@ __device__ __forceinline__ void load_rows(const FloatTile<kColumns>& tile, const
 }
 
 // One launch over all (tile, value head) pairs, and the shared memory that a block takes.
-void launch_tile_factors(const TileArgs& args, int padded_k, const Context& context);
-size_t tile_factors_bytes(int padded_k, bool per_channel);
+void launch_factors(const TileArgs& args, int padded_k, const Context& context);
+size_t factors_bytes(int padded_k, bool per_channel);
 
-// Calls body.template operator()<kK, kPerChannel>() for the padded K and the gate of a problem.
-template <class Body>
-void with_width(int padded_k, bool per_channel, const Body& body) {
-  const auto with_gate = [&]<bool kPerChannel>() {
-    if (padded_k == 64) {
-      body.template operator()<64, kPerChannel>();
-    } else if (padded_k == 128) {
-      body.template operator()<128, kPerChannel>();
-    } else {
-      body.template operator()<256, kPerChannel>();
-    }
-  };
-  per_channel ? with_gate.template operator()<true>() : with_gate.template operator()<false>();
-}
+// The scan, in one launch.
+void launch_scan(const TileArgs& args, const ScanConfig& config, const Context& context);
+size_t scan_bytes(int padded_k, bool per_channel);
 
-}  // namespace fastweight::cuda
+}  // namespace fastweight::cuda::chunk_fp32

@@ -1,4 +1,4 @@
-// The factors of the chunk form in fp32, in tiles of 16 tokens. See chunk.cuh for the equations.
+// The factors of the chunk form in fp32, in tiles of 16 tokens. See ../chunk.cuh for the equations.
 //
 // One block of four warps per (tile, value head), on the multiply-add units: products of 16 x 16 are few beside those
 // of the scan. A lane has the columns j and j + 8 of k k^T and q k^T and every 16th vec4 of channels, over which the
@@ -9,12 +9,11 @@
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_fp32/chunk.cuh"
 
-namespace fastweight::cuda {
+namespace fastweight::cuda::chunk_fp32 {
 namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kSquare = kTileRows * kTileRows;
 
 template <int kK, bool kPerChannel>
 struct Shared {
@@ -22,10 +21,16 @@ struct Shared {
   alignas(128) float q[kTileRows * kK];
   alignas(128) float decay[kPerChannel ? kTileRows * kK : kTileRows];  // of tokens: exp(g)
   float kk[kWarps][kSquare], qk[kWarps][kSquare];                      // sums over the channels of a warp
-  float between[kPerChannel ? 1 : kSquare];                            // E(gamma_i - gamma_j)
+  float between[kPerChannel ? 1 : kSquare];                            // exp(gamma_i - gamma_j)
   alignas(16) float A[kTileRows * kPitchOfLower<kTileRows>];
-  alignas(16) float T[kSquare];
+  alignas(16) float J[kSquare];
   float beta[kTileRows], rstd_k[kTileRows], rstd_q[kTileRows];
+
+  // One tile serves both roles of the keys.
+  __device__ __forceinline__ FloatTile<kK> reader() { return {k}; }
+  __device__ __forceinline__ FloatTile<kK> writer() { return {k}; }
+  __device__ __forceinline__ float rstd_reader(int row) const { return rstd_k[row]; }
+  __device__ __forceinline__ float rstd_writer(int row) const { return rstd_k[row]; }
 };
 
 // exp(g) of all tokens, per channel or once; 1 where there is none.
@@ -86,34 +91,34 @@ __device__ __forceinline__ float dot(float4 a, float4 b, float sum) {
   return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
 }
 
-// k k^T and q k^T, with the decays of the channels where there are such: the sums over the channels of each warp.
+// reader writer^T and q writer^T, with the decays of the channels where there are such: the sums over the channels of each warp.
 template <int kK, bool kPerChannel>
 __device__ __forceinline__ void multiply_rows(Shared<kK, kPerChannel>& s, int warp, int lane) {
   constexpr int kLow = kTileRows / 2;  // lanes along the columns
   constexpr int kGroups = kThreads / kLow;
   const int j = lane % kLow;
-  const FloatTile<kK> k{s.k}, q{s.q}, decay{s.decay};
+  const FloatTile<kK> reader = s.reader(), writer = s.writer(), q{s.q}, decay{s.decay};
   float kk_low[kTileRows] = {}, qk_low[kTileRows] = {};    // column j
   float kk_high[kTileRows] = {}, qk_high[kTileRows] = {};  // column j + 8, whose first eight rows nobody wants
 #pragma unroll 1
   for (int c = threadIdx.x / kLow; c < kK / 4; c += kGroups) {
     float4 low = make_float4(0, 0, 0, 0), high = low;
     if constexpr (!kPerChannel) {
-      low = k.vec4(j, c);
-      high = k.vec4(j + kLow, c);
+      low = writer.vec4(j, c);
+      high = writer.vec4(j + kLow, c);
     }
 #pragma unroll
     for (int i = 0; i < kTileRows; ++i) {
-      const float4 k_i = k.vec4(i, c), q_i = q.vec4(i, c);
+      const float4 read_i = reader.vec4(i, c), q_i = q.vec4(i, c);
       if constexpr (kPerChannel) {
-        const float4 decay_i = decay.vec4(i, c);
-        low = i == j ? k_i : low * decay_i;
-        if (i >= kLow) high = i == j + kLow ? k_i : high * decay_i;
+        const float4 write_i = writer.vec4(i, c), decay_i = decay.vec4(i, c);
+        low = i == j ? write_i : low * decay_i;
+        if (i >= kLow) high = i == j + kLow ? write_i : high * decay_i;
       }
-      kk_low[i] = dot(k_i, low, kk_low[i]);
+      kk_low[i] = dot(read_i, low, kk_low[i]);
       qk_low[i] = dot(q_i, low, qk_low[i]);
       if (i >= kLow) {
-        kk_high[i] = dot(k_i, high, kk_high[i]);
+        kk_high[i] = dot(read_i, high, kk_high[i]);
         qk_high[i] = dot(q_i, high, qk_high[i]);
       }
     }
@@ -139,7 +144,7 @@ __device__ __forceinline__ void multiply_rows(Shared<kK, kPerChannel>& s, int wa
   }
 }
 
-// A and P with all their factors. P goes to memory; A is to be inverted, unless beta is per value channel.
+// A and sP with all their factors. sP goes to memory; A is to be inverted, unless beta is per value channel.
 template <int kK, bool kPerChannel>
 __device__ __forceinline__ void make_lower(const TileArgs& args, int64_t item, Shared<kK, kPerChannel>& s) {
   const DeltaRuleDeviceProblem& p = args.problem;
@@ -152,13 +157,13 @@ __device__ __forceinline__ void make_lower(const TileArgs& args, int64_t item, S
         a += s.kk[w][at];
         b += s.qk[w][at];
       }
-      const float factor = kPerChannel ? s.rstd_k[j] : s.rstd_k[j] * s.between[at];
-      a = i == j ? 0.0f : s.beta[i] * s.rstd_k[i] * factor * a;
+      const float factor = kPerChannel ? s.rstd_writer(j) : s.rstd_writer(j) * s.between[at];
+      a = i == j ? 0.0f : s.beta[i] * s.rstd_reader(i) * factor * a;
       b = p.scale * s.rstd_q[i] * factor * b;
     }
-    args.factors.P[item * kSquare + at] = b;
+    args.factors.sP[item * kSquare + at] = b;
     if (p.beta_per_value) {
-      args.factors.T[item * kSquare + at] = a;
+      args.factors.J[item * kSquare + at] = a;
     } else {
       s.A[j * kPitchOfLower<kTileRows> + i] = a;
     }
@@ -177,37 +182,37 @@ __device__ __forceinline__ void multiply_decays(const TileArgs& args, int64_t it
     if (i > j) since *= s.decay[i];
     if (i >= j) s.between[i * kTileRows + j] = since;
   }
-  float* token = args.factors.token + item * 4 * kTileRows;
+  float* token = args.factors.token + item * kTokenFactors * kTileRows;
   token[kOnValue * kTileRows + j] = s.beta[j];
-  token[kOnKeyRead * kTileRows + j] = s.beta[j] * before * s.rstd_k[j];
+  token[kOnKeyRead * kTileRows + j] = s.beta[j] * before * s.rstd_reader(j);
   token[kOnQueryRead * kTileRows + j] = args.problem.scale * before * s.rstd_q[j];
-  token[kOnWrite * kTileRows + j] = since * s.rstd_k[j];
+  token[kOnWrite * kTileRows + j] = since * s.rstd_writer(j);
   if (j < 4) args.factors.total[item * args.factors.total_width + j] = before * since;
 }
 
 // The scan's three copies of the keys, and beta alone for the tokens. A thread has a channel.
 template <int kK>
 __device__ __forceinline__ void scale_keys(const TileArgs& args, int64_t item, Shared<kK, true>& s) {
-  const FloatTile<kK> k{s.k}, q{s.q}, decay{s.decay};
+  const FloatTile<kK> reader = s.reader(), writer = s.writer(), q{s.q}, decay{s.decay};
   for (int channel = threadIdx.x; channel < kK; channel += kThreads) {
-    float* to = args.factors.keys + item * 3 * kTileRows * kK + channel;
+    float* to = args.factors.keys + item * kKeyCopies * kTileRows * kK + channel;
     float before = 1;
 #pragma unroll 4
     for (int i = 0; i < kTileRows; ++i) {
       before *= decay.at(i, channel);
-      to[i * kK] = s.rstd_k[i] * (before * k.at(i, channel));
-      to[(kTileRows + i) * kK] = args.problem.scale * s.rstd_q[i] * (before * q.at(i, channel));
+      to[(kReader * kTileRows + i) * kK] = s.rstd_reader(i) * (before * reader.at(i, channel));
+      to[(kQuery * kTileRows + i) * kK] = args.problem.scale * s.rstd_q[i] * (before * q.at(i, channel));
     }
     args.factors.total[item * args.factors.total_width + channel] = before;
     float after = 1;
 #pragma unroll 4
     for (int i = kTileRows - 1; i >= 0; --i) {
-      to[(2 * kTileRows + i) * kK] = s.rstd_k[i] * (after * k.at(i, channel));
+      to[(kWriter * kTileRows + i) * kK] = s.rstd_writer(i) * (after * writer.at(i, channel));
       after *= decay.at(i, channel);
     }
   }
   if (threadIdx.x < kTileRows) {
-    float* token = args.factors.token + item * 4 * kTileRows + threadIdx.x;
+    float* token = args.factors.token + item * kTokenFactors * kTileRows + threadIdx.x;
     token[kOnValue * kTileRows] = token[kOnKeyRead * kTileRows] = s.beta[threadIdx.x];
     token[kOnQueryRead * kTileRows] = token[kOnWrite * kTileRows] = 1.0f;
   }
@@ -251,8 +256,8 @@ __global__ void __launch_bounds__(kThreads) tile_factors_kernel(const __grid_con
     make_lower(args, item, s);
     __syncthreads();
     if (warp == 0 && !p.beta_per_value) {
-      solve_unit_lower<kTileRows>(s.A, s.T, 0, lane);
-      for (int at = lane; at < kSquare; at += kWarpSize) args.factors.T[item * kSquare + at] = s.T[at];
+      solve_unit_lower<kTileRows>(s.A, s.J, 0, lane);
+      for (int at = lane; at < kSquare; at += kWarpSize) args.factors.J[item * kSquare + at] = s.J[at];
     }
     __syncthreads();  // before the next item overwrites the tiles
   }
@@ -260,19 +265,20 @@ __global__ void __launch_bounds__(kThreads) tile_factors_kernel(const __grid_con
 
 }  // namespace
 
-size_t tile_factors_bytes(int padded_k, bool per_channel) {
+size_t factors_bytes(int padded_k, bool per_channel) {
   size_t bytes = 0;
-  with_width(padded_k, per_channel, [&]<int kK, bool kPerChannel>() { bytes = sizeof(Shared<kK, kPerChannel>); });
+  with_padded_k_and_gate(padded_k, per_channel,
+                         [&]<int kK, bool kPerChannel>() { bytes = sizeof(Shared<kK, kPerChannel>); });
   return bytes;
 }
 
-void launch_tile_factors(const TileArgs& args, int padded_k, const Context& context) {
+void launch_factors(const TileArgs& args, int padded_k, const Context& context) {
   const int64_t items = args.num_tiles * args.problem.num_value_heads;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, 1 << 30));
-  with_width(padded_k, args.problem.gate == Gate::kPerChannel, [&]<int kK, bool kPerChannel>() {
-    launch<tile_factors_kernel<kK, kPerChannel>>("delta_rule chunk factors in fp32", context,
+  with_padded_k_and_gate(padded_k, args.problem.gate == Gate::kPerChannel, [&]<int kK, bool kPerChannel>() {
+    launch<tile_factors_kernel<kK, kPerChannel>>("delta_rule chunk_fp32 factors", context,
                                                  {blocks, kThreads, sizeof(Shared<kK, kPerChannel>)}, args);
   });
 }
 
-}  // namespace fastweight::cuda
+}  // namespace fastweight::cuda::chunk_fp32

@@ -1,6 +1,6 @@
-// Forward and decoding token by token: a block walks over all tokens of its sequence with the state in registers. See
-// recurrent.cuh for the equations and for who holds what. Every layout; steps of one token whose tensors lie in vec4s
-// are recurrent_step.cu's.
+// Forward token by token: a block walks over all tokens of its sequence with the state in registers. See recurrent.cuh
+// for the equations and for who holds what. Every layout; step.cu launches it too, but has a kernel of its own for one
+// token whose tensors lie in vec4s.
 //
 // One barrier per token. The rows of the next token are loaded while the current one is computed.
 #include <algorithm>
@@ -14,24 +14,11 @@
 #include "cuda/delta_rule/recurrent/recurrent.cuh"
 #include "cuda/delta_rule/state_address.cuh"
 
-namespace fastweight::cuda {
+namespace fastweight::cuda::recurrent {
 namespace {
 
-struct RecurrentArgs {
-  DeltaRuleDeviceProblem problem;
-  DeviceTensor o;              // [B, T, HV, V]
-  DeviceStates initial_state;  // [N, HV] matrices; absent: 0
-  DeviceStates final_state;    // [N, HV] matrices; absent: not wanted. A step: the same as initial_state
-  bool in_place = false;       // a step: a sequence without tokens leaves its state alone
-  Slots slots;                 // of a step
-
-  DeviceStates chunk_states;  // [B, NT, HV] matrices; absent: not wanted
-  int64_t state_chunks = 0;   // NT
-  ChunkedSequences chunked;
-};
-
 template <int kPlaces, DType kType, bool kAlongK>
-__device__ __forceinline__ void load_state_quads(const DeviceStates& states, int64_t offset, const Part& part, int K,
+__device__ __forceinline__ void load_state_vec4s(const DeviceStates& states, int64_t offset, const Part& part, int K,
                                                  int V, StateTile& S) {
   RawVec4 raw[kKeys];
 #pragma unroll
@@ -48,14 +35,14 @@ __device__ __forceinline__ void load_state_quads(const DeviceStates& states, int
 }
 
 template <int kPlaces, DType kType, bool kAlongK>
-__device__ __forceinline__ void store_state_quads(const DeviceStates& states, int64_t offset, const Part& part, int K,
+__device__ __forceinline__ void store_state_vec4s(const DeviceStates& states, int64_t offset, const Part& part, int K,
                                                   int V, const StateTile& S) {
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
     const int key = key_of<kPlaces>(part, i / 4) + (kAlongK ? 0 : i % 4);
     const int column = part.column + (kAlongK ? i % 4 : 0);
     float values[4];
-    quad_of<kAlongK>(S, i, values);
+    vec4_of<kAlongK>(S, i, values);
     if (key < K && column < V) {
       store_quad<kType>(element_at(states.data, kType, offset + key * states.k_stride + column * states.v_stride),
                         values);
@@ -81,7 +68,7 @@ template <int kPlaces>
 __device__ __forceinline__ void load_state(const DeviceStates& states, int64_t offset, const Part& part, int K, int V,
                                            StateTile& S) {
   const auto vec4s = [&](auto type, auto along_k) {
-    load_state_quads<kPlaces, type.value, along_k.value>(states, offset, part, K, V, S);
+    load_state_vec4s<kPlaces, type.value, along_k.value>(states, offset, part, K, V, S);
   };
   with_layout(states, vec4s, [&] {
 #pragma unroll
@@ -102,7 +89,7 @@ template <int kPlaces>
 __device__ __forceinline__ void store_state(const DeviceStates& states, int64_t offset, const Part& part, int K, int V,
                                             const StateTile& S) {
   const auto vec4s = [&](auto type, auto along_k) {
-    store_state_quads<kPlaces, type.value, along_k.value>(states, offset, part, K, V, S);
+    store_state_vec4s<kPlaces, type.value, along_k.value>(states, offset, part, K, V, S);
   };
   with_layout(states, vec4s, [&] {
 #pragma unroll
@@ -119,7 +106,7 @@ __device__ __forceinline__ void store_state(const DeviceStates& states, int64_t 
 }
 
 // The rows of one token of one head. Absent tensors are null.
-struct Rows {
+struct TokenRows {
   const char *q, *k, *v, *g, *beta;
   char* o;
 };
@@ -128,10 +115,10 @@ __device__ __forceinline__ const char* row_at(const DeviceTensor& x, int64_t bat
   return x.present() ? element_at(x.data, x.dtype, row_offset(x, batch, token, head)) : nullptr;
 }
 
-__device__ __forceinline__ Rows rows_at(const RecurrentArgs& args, const Part& part, const SequenceSpan& span) {
+__device__ __forceinline__ TokenRows rows_at(const RecurrentArgs& args, const Part& part, const SequenceSpan& span) {
   const DeltaRuleDeviceProblem& p = args.problem;
   const int qk_head = part.head / p.group;
-  Rows rows;
+  TokenRows rows;
   rows.q = row_at(p.q, span.batch, span.begin, qk_head);
   rows.k = row_at(p.k, span.batch, span.begin, qk_head);
   rows.v = row_at(p.v, span.batch, span.begin, part.head);
@@ -141,7 +128,7 @@ __device__ __forceinline__ Rows rows_at(const RecurrentArgs& args, const Part& p
   return rows;
 }
 
-__device__ __forceinline__ void next_inputs(const DeltaRuleDeviceProblem& p, Rows& rows) {
+__device__ __forceinline__ void next_inputs(const DeltaRuleDeviceProblem& p, TokenRows& rows) {
   rows.q += byte_offset(p.q.dtype, p.q.strides[1]);
   rows.k += byte_offset(p.k.dtype, p.k.strides[1]);
   rows.v += byte_offset(p.v.dtype, p.v.strides[1]);
@@ -156,7 +143,7 @@ struct RawToken {
 };
 
 template <int kPlaces>
-__device__ __forceinline__ void load_token(const DeltaRuleDeviceProblem& p, const Part& part, const Rows& rows,
+__device__ __forceinline__ void load_token(const DeltaRuleDeviceProblem& p, const Part& part, const TokenRows& rows,
                                            RawToken& raw) {
   const int K = p.head_dim_k, V = p.head_dim_v;
   if (p.qkv_vec4s) {
@@ -219,7 +206,7 @@ __device__ __forceinline__ void run_part(const RecurrentArgs& args, const Part& 
   const int K = p.head_dim_k, V = p.head_dim_v;
   const SequenceSpan span = sequence_at(p.sequences, part.sequence);
   const int64_t slot = slot_of(args.slots, part.sequence);
-  Rows rows = rows_at(args, part, span);
+  TokenRows rows = rows_at(args, part, span);
   const int64_t o_step = byte_offset(args.o.dtype, args.o.strides[1]);
   if (slot < 0) {
     const float zeros[kColumns] = {};
@@ -235,7 +222,7 @@ __device__ __forceinline__ void run_part(const RecurrentArgs& args, const Part& 
     const int64_t* strides = args.initial_state.outer_strides;
     load_state<kPlaces>(args.initial_state, slot * strides[0] + part.head * strides[1], part, K, V, S);
   }
-  const GateParameters parameters = decode(p, load_gate_parameters<kPlaces>(p, part));
+  const GateParameters parameters = decode_gate_parameters(p, load_gate_parameters<kPlaces>(p, part));
 
   for (int64_t t = 0;; ++t, rows.o += o_step) {
     const bool last = t == span.length;
@@ -284,7 +271,9 @@ __global__ void __launch_bounds__(kThreads<kPlaces>, kBlocks<kPlaces>)
   }
 }
 
-void run(const RecurrentArgs& args, const Context& context) {
+}  // namespace
+
+void launch_tokens(const RecurrentArgs& args, const Context& context) {
   constexpr int64_t kMostBlocks = 65535;  // along y and z
   const DeltaRuleDeviceProblem& p = args.problem;
   with_places(p.head_dim_k, [&]<int kPlaces>() {
@@ -296,22 +285,20 @@ void run(const RecurrentArgs& args, const Context& context) {
   });
 }
 
-}  // namespace
-
-void recurrent_forward(const DeltaRuleForwardProblem& problem, const Context& context) {
-  const DeltaRuleForward& forward = problem.args;
-  const bool v_first = forward.options.state_v_first;
+void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
+  const DeltaRuleForward& call = problem.args;
+  const bool v_first = call.options.state_v_first;
   RecurrentArgs args;
   args.problem = device_problem(problem);
-  args.o = device_tensor(forward.o);
-  args.initial_state = device_states(forward.in.initial_state, v_first);
-  args.final_state = device_states(forward.final_state, v_first);
-  args.chunk_states = device_states(forward.chunk_states, v_first);
+  args.o = device_tensor(call.o);
+  args.initial_state = device_states(call.in.initial_state, v_first);
+  args.final_state = device_states(call.final_state, v_first);
+  args.chunk_states = device_states(call.chunk_states, v_first);
   args.state_chunks = problem.sizes.num_chunks;
   args.chunked.sequences = args.problem.sequences;
-  args.chunked.chunk_size = forward.options.chunk_size;
+  args.chunked.chunk_size = call.options.chunk_size;
 
-  const bool needs_first_chunks = args.chunk_states.present() && forward.in.cu_seqlens.present();
+  const bool needs_first_chunks = args.chunk_states.present() && call.in.cu_seqlens.present();
   const auto take_scratch = [&](ScratchLayout& layout) {
     return layout.take<int64_t>(needs_first_chunks ? problem.sizes.num_sequences + 1 : 0);
   };
@@ -321,26 +308,10 @@ void recurrent_forward(const DeltaRuleForwardProblem& problem, const Context& co
   if (needs_first_chunks) {
     ScratchLayout layout(workspace.data());
     int64_t* first_chunk = take_scratch(layout);
-    build_first_chunks(args.problem.sequences, forward.options.chunk_size, first_chunk, context);
+    build_first_chunks(args.problem.sequences, call.options.chunk_size, first_chunk, context);
     args.chunked.first_chunk = first_chunk;
   }
-  run(args, context);
+  launch_tokens(args, context);
 }
 
-void recurrent_step(const DeltaRuleStepProblem& problem, const Context& context) {
-  const DeltaRuleStep& step = problem.args;
-  RecurrentArgs args;
-  args.problem = device_problem(problem);
-  args.o = device_tensor(step.o);
-  args.initial_state = args.final_state = device_states(step.state, step.options.state_v_first);
-  args.in_place = true;
-  args.slots = {device_tensor(step.state_indices), step.state.shape[0]};
-  const OneToken one{args.problem, args.o, args.initial_state, args.slots};
-  if (is_one_token_in_quads(one)) {
-    one_token_step(one, context);
-  } else {
-    run(args, context);
-  }
-}
-
-}  // namespace fastweight::cuda
+}  // namespace fastweight::cuda::recurrent

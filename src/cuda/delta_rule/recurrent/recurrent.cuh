@@ -29,7 +29,7 @@
 #include "cuda/delta_rule/token.cuh"
 #include "fastweight/context.h"
 
-namespace fastweight::cuda {
+namespace fastweight::cuda::recurrent {
 
 inline constexpr int kKeys = 8;     // per lane
 inline constexpr int kColumns = 4;  // per lane
@@ -89,7 +89,7 @@ struct StateTile {
 // A lane moves its state in vec4s that lie together along K (kAlongK) or along V: vec4 i holds four channels of column
 // i % 4, or the four columns of channel i.
 template <bool kAlongK>
-__device__ __forceinline__ void quad_of(const StateTile& S, int i, float (&values)[4]) {
+__device__ __forceinline__ void vec4_of(const StateTile& S, int i, float (&values)[4]) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) values[j] = kAlongK ? S.s[i / 4 * 4 + j][i % 4] : S.s[i][j];
 }
@@ -155,7 +155,8 @@ struct GateParameters {
   float rate, bias;
 };
 
-__device__ __forceinline__ GateParameters decode(const DeltaRuleDeviceProblem& p, const RawGateParameters& raw) {
+__device__ __forceinline__ GateParameters decode_gate_parameters(const DeltaRuleDeviceProblem& p,
+                                                                 const RawGateParameters& raw) {
   if (!p.gate_in_kernel) return {1.0f, 0.0f};
   return {expf(decode(raw.a_log, p.a_log.dtype)), decode(raw.dt_bias, p.dt_bias.dtype)};
 }
@@ -164,6 +165,10 @@ __device__ __forceinline__ GateParameters decode(const DeltaRuleDeviceProblem& p
 struct Token {
   float q[kKeys], k[kKeys], v[kColumns];
   float decay, beta;
+
+  // One row serves both roles of the key.
+  __device__ __forceinline__ float reader(int i) const { return k[i]; }
+  __device__ __forceinline__ float writer(int i) const { return k[i]; }
 };
 
 __device__ __forceinline__ void decode_scalars(const DeltaRuleDeviceProblem& p, const GateParameters& parameters,
@@ -253,10 +258,10 @@ __device__ __forceinline__ void send_sums(const DeltaRuleDeviceProblem& p, const
   for (int i = 0; i < kKeys; ++i) {
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      a[j] = fmaf(token.k[i], S.s[i][j], a[j]);
+      a[j] = fmaf(token.reader(i), S.s[i][j], a[j]);
       b[j] = fmaf(token.q[i], S.s[i][j], b[j]);
     }
-    qk = fmaf(token.q[i], token.k[i], qk);
+    qk = fmaf(token.q[i], token.writer(i), qk);
   }
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   float4& sums = exchange.sums[lane / 16][warp][lane % kColumnLanes];
@@ -306,7 +311,7 @@ __device__ __forceinline__ void update(const Token& token, const float (&u)[kCol
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) S.s[i][j] = fmaf(token.k[i], u[j], S.s[i][j]);
+    for (int j = 0; j < kColumns; ++j) S.s[i][j] = fmaf(token.writer(i), u[j], S.s[i][j]);
   }
 }
 
@@ -338,16 +343,20 @@ __device__ __forceinline__ int64_t slot_of(const Slots& slots, int64_t sequence)
   return slot < slots.count ? slot : -1;
 }
 
-// A step of one token per sequence, recurrent_step.cu.
-struct OneToken {
+// All tokens of all sequences, in any layout: forward, and those steps that are not one token in vec4s.
+struct RecurrentArgs {
   DeltaRuleDeviceProblem problem;
-  DeviceTensor o;       // [B, 1, HV, V]
-  DeviceStates states;  // [slots, HV] matrices
-  Slots slots;
+  DeviceTensor o;              // [B, T, HV, V]
+  DeviceStates initial_state;  // [N, HV] matrices; absent: 0
+  DeviceStates final_state;    // [N, HV] matrices; absent: not wanted. A step: the same as initial_state
+  bool in_place = false;       // a step: a sequence without tokens leaves its state alone
+  Slots slots;                 // of a step
+
+  DeviceStates chunk_states;  // [B, NT, HV] matrices; absent: not wanted
+  int64_t state_chunks = 0;   // NT
+  ChunkedSequences chunked;
 };
 
-// Whether q, k, v, o and the states lie in vec4s, and the sizes are those of a grid.
-bool is_one_token_in_quads(const OneToken& step);
-void one_token_step(const OneToken& step, const Context& context);
+void launch_tokens(const RecurrentArgs& args, const Context& context);
 
-}  // namespace fastweight::cuda
+}  // namespace fastweight::cuda::recurrent

@@ -1,5 +1,6 @@
-// A step of one token per sequence, where q, k, v, o and the states lie in vec4s: what decoding does. See recurrent.cuh
-// for the equations and for who holds what; the bits are those of recurrent_fwd.cu.
+// Decoding, with states in place. The kernel here is for a step of one token per sequence, where q, k, v, o and the
+// states lie in vec4s: what decoding does. Other steps are fwd.cu's, with the same bits. See recurrent.cuh for the
+// equations and for who holds what.
 //
 // It moves the states and does little else, so the code is short, without run-time choices around the states: their
 // type and order are template parameters. Their loads are the first of all; the token's rows arrive meanwhile.
@@ -9,13 +10,14 @@
 #include "cuda/common/elements.cuh"
 #include "cuda/common/instructions.cuh"
 #include "cuda/common/launch.h"
+#include "cuda/delta_rule/kernels.h"
 #include "cuda/delta_rule/recurrent/recurrent.cuh"
 
-namespace fastweight::cuda {
+namespace fastweight::cuda::recurrent {
 namespace {
 
-// Matrices or rows [sequence, head, ..], strides in bytes.
-struct Rows {
+// Rows of a token, or matrices, [sequence, head, ..], strides in bytes.
+struct StepTensor {
   char* data;
   uint64_t sequence, head;
   uint32_t element;  // along the last axis; between the rows of a state's vec4s
@@ -28,15 +30,15 @@ struct Rows {
 
 struct StepArgs {
   DeltaRuleDeviceProblem problem;  // of which the tensors' places are here:
-  Rows q, k, v, g, beta, o;
-  Rows states;
+  StepTensor q, k, v, g, beta, o;
+  StepTensor states;
   Slots slots;
   DType o_type;
 };
 
 // The lane's vec4s of a state: four rows with two vec4s in each (kAlongK), or two groups of four rows.
 template <int kPlaces, DType kType, bool kAlongK>
-struct StateQuads {
+struct StateVec4s {
   char* first;
   uint32_t row;  // bytes
 
@@ -52,12 +54,12 @@ struct Inside {
 };
 
 template <int kPlaces, DType kType, bool kAlongK>
-__device__ __forceinline__ void store_state(const StateQuads<kPlaces, kType, kAlongK>& vec4s, const Inside& inside,
+__device__ __forceinline__ void store_state(const StateVec4s<kPlaces, kType, kAlongK>& vec4s, const Inside& inside,
                                             const StateTile& S) {
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
     float values[4];
-    quad_of<kAlongK>(S, i, values);
+    vec4_of<kAlongK>(S, i, values);
     if (inside.keys[i / 4] && inside.columns) store_quad<kType>(vec4s.at(i), values);
   }
 }
@@ -125,7 +127,7 @@ __global__ void __launch_bounds__(kThreads<kPlaces>, kBlocks<kPlaces>)
     store_output(args.o_type, part, inside, o, zeros);
     return;
   }
-  const StateQuads<kPlaces, kType, kAlongK> vec4s{opaque(states + slot * args.states.sequence), args.states.element};
+  const StateVec4s<kPlaces, kType, kAlongK> vec4s{opaque(states + slot * args.states.sequence), args.states.element};
   RawVec4 raw[kKeys] = {};
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(kThreads<kPlaces>, kBlocks<kPlaces>)
   const RawGateParameters parameters = load_gate_parameters<kPlaces>(p, part);
   Token token;
   load_token<kPlaces>(p.q.dtype, inside, q, k, v, token);
-  decode_scalars(p, decode(p, parameters), scalars, token);
+  decode_scalars(p, decode_gate_parameters(p, parameters), scalars, token);
   StateTile S;
   decode_state<kType, kAlongK>(raw, S);
 
@@ -152,6 +154,13 @@ __global__ void __launch_bounds__(kThreads<kPlaces>, kBlocks<kPlaces>)
   }
 }
 
+struct OneToken {
+  DeltaRuleDeviceProblem problem;
+  DeviceTensor o;       // [B, 1, HV, V]
+  DeviceStates states;  // [slots, HV] matrices
+  Slots slots;
+};
+
 constexpr int64_t kMostBlocks = 65535;  // along y and z
 
 // All of them are from 0 on; rows of states and elements lie near each other.
@@ -160,12 +169,12 @@ uint64_t row_stride(const DeviceStates& states) {
 }
 uint64_t element_stride(const DeviceTensor& x) { return static_cast<uint64_t>(byte_offset(x.dtype, x.strides[3])); }
 
-Rows rows_of(const DeviceTensor& x) {
+StepTensor step_tensor(const DeviceTensor& x) {
   const auto bytes = [&](int axis) { return static_cast<uint64_t>(byte_offset(x.dtype, x.strides[axis])); };
   return {static_cast<char*>(x.data), bytes(0), bytes(2), static_cast<uint32_t>(element_stride(x))};
 }
 
-Rows rows_of(const DeviceStates& x) {
+StepTensor step_tensor(const DeviceStates& x) {
   const auto bytes = [&](int axis) { return static_cast<uint64_t>(byte_offset(x.dtype, x.outer_strides[axis])); };
   return {static_cast<char*>(x.data), bytes(0), bytes(1), static_cast<uint32_t>(row_stride(x))};
 }
@@ -173,15 +182,14 @@ Rows rows_of(const DeviceStates& x) {
 // What is absent gets the place of q, which is global memory, and is not read.
 StepArgs args_of(const OneToken& step) {
   const DeltaRuleDeviceProblem& p = step.problem;
-  const auto place = [&](const DeviceTensor& x) { return rows_of(x.present() ? x : p.q); };
+  const auto place = [&](const DeviceTensor& x) { return step_tensor(x.present() ? x : p.q); };
   return {p,          place(p.q),    place(p.k),    place(p.v),
-          place(p.g), place(p.beta), place(step.o), rows_of(step.states),
+          place(p.g), place(p.beta), place(step.o), step_tensor(step.states),
           step.slots, step.o.dtype};
 }
 
-}  // namespace
-
-bool is_one_token_in_quads(const OneToken& step) {
+// Whether q, k, v, o and the states lie in vec4s, and the sizes are those of a grid.
+bool is_one_token_in_vec4s(const OneToken& step) {
   const DeltaRuleDeviceProblem& p = step.problem;
   const DeviceStates& states = step.states;
   constexpr uint64_t kMostBytes = std::numeric_limits<uint32_t>::max();
@@ -191,7 +199,7 @@ bool is_one_token_in_quads(const OneToken& step) {
          element_stride(p.beta) <= kMostBytes && p.sequences.count <= kMostBlocks && p.num_value_heads <= kMostBlocks;
 }
 
-void one_token_step(const OneToken& step, const Context& context) {
+void launch_one_token(const OneToken& step, const Context& context) {
   const DeltaRuleDeviceProblem& p = step.problem;
   const StepArgs args = args_of(step);
   with_places(p.head_dim_k, [&]<int kPlaces>() {
@@ -215,4 +223,25 @@ void one_token_step(const OneToken& step, const Context& context) {
   });
 }
 
-}  // namespace fastweight::cuda
+}  // namespace
+
+void step(const DeltaRuleStepProblem& problem, const Context& context) {
+  const DeltaRuleStep& call = problem.args;
+  const OneToken one{device_problem(problem),
+                     device_tensor(call.o),
+                     device_states(call.state, call.options.state_v_first),
+                     {device_tensor(call.state_indices), call.state.shape[0]}};
+  if (is_one_token_in_vec4s(one)) {
+    launch_one_token(one, context);
+    return;
+  }
+  RecurrentArgs args;
+  args.problem = one.problem;
+  args.o = one.o;
+  args.initial_state = args.final_state = one.states;
+  args.in_place = true;
+  args.slots = one.slots;
+  launch_tokens(args, context);
+}
+
+}  // namespace fastweight::cuda::recurrent

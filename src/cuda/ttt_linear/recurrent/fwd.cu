@@ -227,19 +227,19 @@ template <int kD>
 __device__ __forceinline__ void inner_gradient(const DeviceProblem& p, const Thread<kD>& at, const float (&k)[kColumns],
                                                const float (&v)[kColumns], const float (&z)[kColumns],
                                                float (&n)[kColumns]) {
-  float x[kColumns], y[kColumns], along[kColumns];
+  float x[kColumns], y[kColumns], xy[kColumns];
   const float r = normalise(p, at, z, x);
 #pragma unroll
   for (int e = 0; e < kColumns; ++e) {
     y[e] = at.w[e] * (fmaf(at.w[e], x[e], at.b[e]) - (v[e] - k[e]));
-    along[e] = x[e] * y[e];
+    xy[e] = x[e] * y[e];
   }
-  const float mean = at.row_sum(y) * p.inverse_head_dim, mean_along = at.row_sum(along) * p.inverse_head_dim;
+  const float mean = at.row_sum(y) * p.inverse_head_dim, mean_xy = at.row_sum(xy) * p.inverse_head_dim;
 #pragma unroll
-  for (int e = 0; e < kColumns; ++e) n[e] = e < at.columns ? r * fmaf(-x[e], mean_along, y[e] - mean) : 0.0f;
+  for (int e = 0; e < kColumns; ++e) n[e] = e < at.columns ? r * fmaf(-x[e], mean_xy, y[e] - mean) : 0.0f;
 }
 
-__device__ __forceinline__ void get_quad(const float* from, float (&values)[kColumns]) {
+__device__ __forceinline__ void load_four(const float* from, float (&values)[kColumns]) {
   const float4 vec4 = *reinterpret_cast<const float4*>(from);
   values[0] = vec4.x;
   values[1] = vec4.y;
@@ -249,21 +249,21 @@ __device__ __forceinline__ void get_quad(const float* from, float (&values)[kCol
 
 // What is kept of a sequence between two tokens, of which the thread has its part.
 template <int kD>
-struct Open {
+struct OpenMiniBatch {
   Matrix<kD> h, G;
   float c[kColumns], g[kColumns];
 };
 
 // The warp's share of k h, q h and q G.
 template <int kD>
-__device__ __forceinline__ void put_products(const Token<kD>& token, const Open<kD>& open, const Thread<kD>& at,
-                                             float (&products)[kProducts][kD]) {
+__device__ __forceinline__ void put_products(const Token<kD>& token, const OpenMiniBatch<kD>& open,
+                                             const Thread<kD>& at, float (&products)[kProducts][kD]) {
   float sums[kProducts][kColumns] = {};
 #pragma unroll
   for (int i = 0; i < kKeys<kD>; i += 4) {
     float k[4], q[4];
-    get_quad(token.k + at.key + i, k);
-    get_quad(token.q + at.key + i, q);
+    load_four(token.k + at.key + i, k);
+    load_four(token.q + at.key + i, q);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -292,11 +292,11 @@ __device__ __forceinline__ void get_products(const float (&products)[kThreads<kD
                                              const Thread<kD>& at, float (&sums)[kProducts][kColumns]) {
 #pragma unroll
   for (int s = 0; s < kProducts; ++s) {
-    get_quad(products[0][s] + at.column, sums[s]);
+    load_four(products[0][s] + at.column, sums[s]);
 #pragma unroll
     for (int w = 1; w < kThreads<kD> / kWarpSize; ++w) {
       float share[kColumns];
-      get_quad(products[w][s] + at.column, share);
+      load_four(products[w][s] + at.column, share);
 #pragma unroll
       for (int e = 0; e < kColumns; ++e) sums[s][e] += share[e];
     }
@@ -305,11 +305,11 @@ __device__ __forceinline__ void get_products(const float (&products)[kThreads<kD
 
 template <int kD>
 __device__ __forceinline__ void add_token(const Token<kD>& token, const float (&n)[kColumns], const Thread<kD>& at,
-                                          Open<kD>& open) {
+                                          OpenMiniBatch<kD>& open) {
 #pragma unroll
   for (int i = 0; i < kKeys<kD>; i += 4) {
     float k[4];
-    get_quad(token.k + at.key + i, k);
+    load_four(token.k + at.key + i, k);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -321,7 +321,7 @@ __device__ __forceinline__ void add_token(const Token<kD>& token, const float (&
 }
 
 template <int kD>
-__device__ __forceinline__ void close_mini_batch(float eta, Open<kD>& open) {
+__device__ __forceinline__ void close_mini_batch(float eta, OpenMiniBatch<kD>& open) {
 #pragma unroll
   for (int e = 0; e < kColumns; ++e) {
 #pragma unroll
@@ -347,27 +347,54 @@ __device__ __forceinline__ void store_output(const DeviceTensor& o, int64_t row,
   }
 }
 
+// y = 0 of a sequence without a slot; its state is left alone.
 template <int kD>
-__device__ __forceinline__ void run_part(const RecurrentArgs& args, int64_t sequence, int head, Shared<kD>& shared) {
+__device__ __forceinline__ void clear_outputs(const RecurrentArgs& args, const SequenceSpan& span, int head,
+                                              const Thread<kD>& at) {
   constexpr int kWarps = kThreads<kD> / kWarpSize;
-  const DeviceProblem& p = args.problem;
-  const int D = p.head_dim;
-  Thread<kD> at(D);
-  const SequenceSpan span = sequence_at(p.sequences, sequence);
-  const int64_t slot = slot_of(args, sequence);
-  const auto output_row = [&](int64_t t) { return row_offset(args.o, span.batch, span.begin + t, head); };
-  if (slot < 0) {
-    const float zeros[kColumns] = {};
-    for (int64_t t = at.warp; t < span.length; t += kWarps) store_output(args.o, output_row(t), at, zeros);
-    return;
+  const float zeros[kColumns] = {};
+  for (int64_t t = at.warp; t < span.length; t += kWarps) {
+    store_output(args.o, row_offset(args.o, span.batch, span.begin + t, head), at, zeros);
   }
-  if (args.in_place && span.length == 0) return;
+}
 
-  TokenInFlight<kD> next;
-  if (span.length > 0) next.load(p, span.batch, span.begin, head);
-  Open<kD> open;
-  load_matrix(args.state_in, slot, head, D, at, open.h);
-  load_matrix(args.gradient, slot, head, D, at, open.G);
+// y = scale q (h - eta G) + (c - eta g) with the token's own k^T n in G, where q G is that of before the token; then
+// o = y + w LN(y) + b. By one warp.
+template <int kD>
+__device__ __forceinline__ void make_output(const DeviceProblem& p, const Thread<kD>& at,
+                                            const float (&products)[kProducts][kColumns], const float (&qk)[kColumns],
+                                            const float (&n)[kColumns], float eta, const OpenMiniBatch<kD>& open,
+                                            float (&y)[kColumns]) {
+  const float q_k = at.row_sum(qk);
+  float x[kColumns];
+#pragma unroll
+  for (int e = 0; e < kColumns; ++e) {
+    const float moved_read = fmaf(-eta, fmaf(q_k, n[e], products[2][e]), products[1][e]);
+    y[e] = fmaf(p.scale, moved_read, fmaf(-eta, open.g[e], open.c[e]));
+  }
+  normalise(p, at, y, x);
+#pragma unroll
+  for (int e = 0; e < kColumns; ++e) y[e] += fmaf(at.w[e], x[e], at.b[e]);
+}
+
+// The rows that extend a mini-batch of `position` tokens: q = k = v = 0.
+template <int kD>
+__device__ __forceinline__ void extend_mini_batch(const DeviceProblem& p, const Thread<kD>& at, int position,
+                                                  OpenMiniBatch<kD>& open) {
+  const float zeros[kColumns] = {};
+  float n[kColumns];
+  inner_gradient(p, at, zeros, zeros, open.c, n);
+#pragma unroll
+  for (int e = 0; e < kColumns; ++e) open.g[e] = fmaf(static_cast<float>(p.mini_batch - position), n[e], open.g[e]);
+}
+
+// Of the slot, and the parameters of the thread's columns.
+template <int kD>
+__device__ __forceinline__ void load_open(const RecurrentArgs& args, int64_t slot, int head, Thread<kD>& at,
+                                          OpenMiniBatch<kD>& open) {
+  const DeviceProblem& p = args.problem;
+  load_matrix(args.state_in, slot, head, p.head_dim, at, open.h);
+  load_matrix(args.gradient, slot, head, p.head_dim, at, open.G);
   const auto load_bias = [&](const DeviceTensor& x, float(&values)[kColumns]) {
     load_row(x, slot * x.strides[0] + head * x.strides[1], x.strides[2], at, values);
   };
@@ -375,64 +402,13 @@ __device__ __forceinline__ void run_part(const RecurrentArgs& args, int64_t sequ
   load_bias(args.gradient_bias, open.g);
   load_row(p.w, head * p.w.strides[0], p.w.strides[1], at, at.w);
   load_row(p.b, head * p.b.strides[0], p.b.strides[1], at, at.b);
-  int position = args.in_place ? static_cast<int>(position_of(args, slot)) : 0;
-  bool moved = !args.in_place;  // a step's state is written only where it has changed
+}
 
-  if (span.length > 0) {
-    next.store(p, shared.tokens[0]);
-    if (span.length > 1) next.load(p, span.batch, span.begin + 1, head);
-  }
-  __syncthreads();
-  float eta = 0.0f;
-  for (int64_t t = 0; t < span.length; ++t) {
-    Token<kD>& token = shared.tokens[t % 3];
-    auto& products = shared.products[t % 2];
-    put_products(token, open, at, products[at.warp]);
-    if (t + 1 < span.length) next.store(p, shared.tokens[(t + 1) % 3]);
-    if (t + 2 < span.length) next.load(p, span.batch, span.begin + t + 2, head);
-    __syncthreads();
-
-    float sums[kProducts][kColumns], k[kColumns], q[kColumns], v[kColumns], z[kColumns], qk[kColumns], n[kColumns];
-    get_products(products, at, sums);
-    get_quad(token.k + at.column, k);
-    get_quad(token.q + at.column, q);
-    get_quad(token.v + at.column, v);
-    eta = token.eta;
-#pragma unroll
-    for (int e = 0; e < kColumns; ++e) {
-      z[e] = sums[0][e] + open.c[e];
-      qk[e] = q[e] * k[e];
-    }
-    inner_gradient(p, at, k, v, z, n);
-    add_token(token, n, at, open);
-    if (t % kWarps == at.warp) {
-      const float q_k = at.row_sum(qk);
-      float y[kColumns], x[kColumns];
-#pragma unroll
-      for (int e = 0; e < kColumns; ++e) {
-        const float moved_read = fmaf(-eta, fmaf(q_k, n[e], sums[2][e]), sums[1][e]);
-        y[e] = fmaf(p.scale, moved_read, fmaf(-eta, open.g[e], open.c[e]));
-      }
-      normalise(p, at, y, x);
-#pragma unroll
-      for (int e = 0; e < kColumns; ++e) y[e] += fmaf(at.w[e], x[e], at.b[e]);
-      store_output(args.o, output_row(t), at, y);
-    }
-    if (++position == p.mini_batch) {
-      close_mini_batch(eta, open);
-      position = 0;
-      moved = true;
-    }
-  }
-  if (!args.in_place && position > 0) {
-    // The rows that extend the mini-batch: q = k = v = 0.
-    const float zeros[kColumns] = {};
-    float n[kColumns];
-    inner_gradient(p, at, zeros, zeros, open.c, n);
-#pragma unroll
-    for (int e = 0; e < kColumns; ++e) open.g[e] = fmaf(static_cast<float>(p.mini_batch - position), n[e], open.g[e]);
-    close_mini_batch(eta, open);
-  }
+// A step's state is written only where it has `moved`.
+template <int kD>
+__device__ __forceinline__ void store_open(const RecurrentArgs& args, int64_t slot, int head, const Thread<kD>& at,
+                                           bool moved, const OpenMiniBatch<kD>& open) {
+  const int D = args.problem.head_dim;
   if (moved) {
     store_matrix(args.state_out, slot, head, D, at, open.h);
     store_bias(args.state_bias_out, slot, head, at, open.c);
@@ -441,15 +417,76 @@ __device__ __forceinline__ void run_part(const RecurrentArgs& args, int64_t sequ
   store_bias(args.gradient_bias, slot, head, at, open.g);
 }
 
-// The grid runs over (sequence, head), the last fastest; a smaller grid goes round.
+template <int kD>
+__device__ __forceinline__ void run_head(const RecurrentArgs& args, int64_t sequence, int head, Shared<kD>& shared) {
+  constexpr int kWarps = kThreads<kD> / kWarpSize;
+  const DeviceProblem& p = args.problem;
+  Thread<kD> at(p.head_dim);
+  const SequenceSpan span = sequence_at(p.sequences, sequence);
+  const int64_t slot = slot_of(args, sequence);
+  if (slot < 0) return clear_outputs(args, span, head, at);
+  if (args.in_place && span.length == 0) return;
+
+  TokenInFlight<kD> next;
+  if (span.length > 0) next.load(p, span.batch, span.begin, head);
+  OpenMiniBatch<kD> open;
+  load_open(args, slot, head, at, open);
+  int position = args.in_place ? static_cast<int>(position_of(args, slot)) : 0;
+  bool moved = !args.in_place;
+  if (span.length > 0) {
+    next.store(p, shared.tokens[0]);
+    if (span.length > 1) next.load(p, span.batch, span.begin + 1, head);
+  }
+  __syncthreads();
+  float eta = 0.0f;
+  for (int64_t t = 0; t < span.length; ++t) {
+    Token<kD>& token = shared.tokens[t % 3];
+    auto& shares = shared.products[t % 2];
+    put_products(token, open, at, shares[at.warp]);
+    if (t + 1 < span.length) next.store(p, shared.tokens[(t + 1) % 3]);
+    if (t + 2 < span.length) next.load(p, span.batch, span.begin + t + 2, head);
+    __syncthreads();
+
+    float products[kProducts][kColumns], k[kColumns], q[kColumns], v[kColumns], z[kColumns], qk[kColumns], n[kColumns];
+    get_products(shares, at, products);
+    load_four(token.k + at.column, k);
+    load_four(token.q + at.column, q);
+    load_four(token.v + at.column, v);
+    eta = token.eta;
+#pragma unroll
+    for (int e = 0; e < kColumns; ++e) {
+      z[e] = products[0][e] + open.c[e];
+      qk[e] = q[e] * k[e];
+    }
+    inner_gradient(p, at, k, v, z, n);
+    add_token(token, n, at, open);
+    if (t % kWarps == at.warp) {
+      float o[kColumns];
+      make_output(p, at, products, qk, n, eta, open, o);
+      store_output(args.o, row_offset(args.o, span.batch, span.begin + t, head), at, o);
+    }
+    if (++position == p.mini_batch) {
+      close_mini_batch(eta, open);
+      position = 0;
+      moved = true;
+    }
+  }
+  if (!args.in_place && position > 0) {
+    extend_mini_batch(p, at, position, open);
+    close_mini_batch(eta, open);
+  }
+  store_open(args, slot, head, at, moved, open);
+}
+
+// The grid runs over the `heads` of all sequences, those of a sequence together; a smaller grid goes round.
 template <int kD>
 __global__ void __launch_bounds__(kThreads<kD>)
-    recurrent_kernel(const __grid_constant__ RecurrentArgs args, int64_t parts) {
+    recurrent_kernel(const __grid_constant__ RecurrentArgs args, int64_t heads) {
   __shared__ Shared<kD> shared;
-  for (int64_t part = blockIdx.x; part < parts; part += gridDim.x) {
-    const int64_t sequence = part / args.problem.num_heads;
-    run_part(args, sequence, static_cast<int>(part - sequence * args.problem.num_heads), shared);
-    __syncthreads();  // before the next part's first token
+  for (int64_t item = blockIdx.x; item < heads; item += gridDim.x) {
+    const int64_t sequence = item / args.problem.num_heads;
+    run_head(args, sequence, static_cast<int>(item - sequence * args.problem.num_heads), shared);
+    __syncthreads();  // before the next head's first token
   }
 }
 
@@ -466,22 +503,24 @@ __global__ void positions_kernel(const __grid_constant__ RecurrentArgs args) {
   }
 }
 
-template <int kD>
-void launch_recurrent(const RecurrentArgs& args, const Context& context) {
-  const int64_t parts = args.problem.sequences.count * args.problem.num_heads;
-  launch<recurrent_kernel<kD>>("ttt_linear recurrent", context,
-                               {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), kThreads<kD>}, args, parts);
+// Calls body.template operator()<kD>() for D rounded up to a width of the kernel.
+template <class Body>
+void with_recurrent_dim(int head_dim, const Body& body) {
+  if (head_dim <= 32) {
+    body.template operator()<32>();
+  } else if (head_dim <= 64) {
+    body.template operator()<64>();
+  } else {
+    body.template operator()<128>();
+  }
 }
 
 void run(const RecurrentArgs& args, const Context& context) {
-  const int D = args.problem.head_dim;
-  if (D <= 32) {
-    launch_recurrent<32>(args, context);
-  } else if (D <= 64) {
-    launch_recurrent<64>(args, context);
-  } else {
-    launch_recurrent<128>(args, context);
-  }
+  const int64_t heads = args.problem.sequences.count * args.problem.num_heads;
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(heads, 1 << 30));
+  with_recurrent_dim(args.problem.head_dim, [&]<int kD>() {
+    launch<recurrent_kernel<kD>>("ttt_linear recurrent", context, {blocks, kThreads<kD>}, args, heads);
+  });
 }
 
 }  // namespace

@@ -8,8 +8,12 @@
 //   - the stage of mini-batch m - 1 is last read after B of m - 1; the copies into it start after A of m.
 #pragma once
 
+#include <algorithm>
+
+#include "cuda/common/launch.h"
 #include "cuda/ttt_linear/chunk_loader.cuh"
 #include "cuda/ttt_linear/chunk_rows.cuh"
+#include "cuda/ttt_linear/chunk_tiles/tiles.cuh"
 
 namespace fastweight::cuda::ttt {
 namespace {
@@ -17,7 +21,7 @@ namespace {
 // x = kC rows times h.
 template <DType kType, int kD, int kC>
 __device__ __forceinline__ void read_state(const SharedTile<kD>& rows, int first, const State<kD>& state,
-                                           const Lane& at, Rows<kC>& x) {
+                                           const Lane& at, LaneRows<kC>& x) {
 #pragma unroll
   for (int tile = 0; tile < kC / kTileRows; ++tile) {
 #pragma unroll
@@ -74,7 +78,7 @@ __device__ __forceinline__ void get_norms(const RowSums<kD, kC>& sums, const Dev
 }
 
 template <int kC>
-__device__ __forceinline__ void add_bias(const float (&c)[4], Rows<kC>& z) {
+__device__ __forceinline__ void add_bias(const float (&c)[4], LaneRows<kC>& z) {
 #pragma unroll
   for (int tile = 0; tile < kC / kTileRows; ++tile) {
 #pragma unroll
@@ -89,7 +93,7 @@ __device__ __forceinline__ void add_bias(const float (&c)[4], Rows<kC>& z) {
 // it is needed.
 template <DType kType, int kD, int kC>
 __device__ __forceinline__ void put_inner_sums(Stage<kD, kC>& stage, const float2 (&norms)[kC / 8],
-                                               const Columns<false>& columns, const Lane& at, Rows<kC>& z,
+                                               const Columns<false>& columns, const Lane& at, LaneRows<kC>& z,
                                                RowSums<kD, kC>& sums) {
 #pragma unroll
   for (int tile = 0; tile < kC / kTileRows; ++tile) {
@@ -112,7 +116,7 @@ __device__ __forceinline__ void put_inner_sums(Stage<kD, kC>& stage, const float
 template <DType kType, int kD, int kC>
 __device__ __forceinline__ void inner_gradients(Stage<kD, kC>& stage, const RowSums<kD, kC>& sums,
                                                 const float2 (&norms)[kC / 8], const DeviceProblem& p,
-                                                const Columns<false>& columns, const Lane& at, Rows<kC>& x,
+                                                const Columns<false>& columns, const Lane& at, LaneRows<kC>& x,
                                                 float (&total)[4]) {
   float2 means[kC / 8];  // of y and x y
   for_rows<kC>(
@@ -163,10 +167,10 @@ __device__ __forceinline__ void move_state(Stage<kD, kC>& stage, const uint32_t 
 template <DType kType, int kD, int kC>
 __device__ __forceinline__ void read_outputs(Stage<kD, kC>& stage, const SharedTile<64>& P,
                                              const uint32_t (&n)[kC / kTileRows][4], const State<kD>& state,
-                                             float scale, const Lane& at, Rows<kC>& y) {
+                                             float scale, const Lane& at, LaneRows<kC>& y) {
 #pragma unroll
   for (int tile = 0; tile < kC / kTileRows; ++tile) {
-    Rows<kTileRows> qh, sums = {};
+    LaneRows<kTileRows> qh, sums = {};
     read_state<kType, kD, kTileRows>(stage.q(), kTileRows * tile, state, at, qh);
 #pragma unroll
     for (int m = 0; m <= tile; ++m) {
@@ -198,7 +202,7 @@ __device__ __forceinline__ void wait_for_next(int stages) {
 }
 
 template <DType kType, int kD, int kC>
-__device__ __forceinline__ void run_part(const ChunkArgs& args, int64_t sequence, int head, int stages,
+__device__ __forceinline__ void run_head(const ChunkArgs& args, int64_t sequence, int head, int stages,
                                          TilesShared<kD, kC>& shared, Stage<kD, kC>* stage) {
   const DeviceProblem& p = args.problem;
   const Lane at(p.head_dim, threadIdx.x / kWarpSize);
@@ -214,7 +218,7 @@ __device__ __forceinline__ void run_part(const ChunkArgs& args, int64_t sequence
 
   wait_for_next(stages);
   __syncthreads();
-  Rows<kC> y = {};  // of the mini-batch before
+  LaneRows<kC> y = {};  // of the mini-batch before
   char* o = first_output(args.o, span, head, at);
   const int64_t o_step = byte_offset(args.o.dtype, kC * args.o.strides[1]);
   int slot = 0, parity = 0;
@@ -227,7 +231,7 @@ __device__ __forceinline__ void run_part(const ChunkArgs& args, int64_t sequence
     parity ^= 1;
     const int rows = static_cast<int>(min(left, int64_t{kC}));
 
-    Rows<kC> z;
+    LaneRows<kC> z;
     read_state<kType, kD, kC>(current.k(), 0, state, at, z);
     add_bias<kC>(state.c, z);
     put_statistics<kD, kC>(z, columns, at, shared.sums.inner);
@@ -269,20 +273,31 @@ __device__ __forceinline__ void run_part(const ChunkArgs& args, int64_t sequence
   state.store(args, sequence, head, at);
 }
 
-// The grid runs over (sequence, head), the last fastest; a smaller grid goes round.
+// The grid runs over the `heads` of all sequences, those of a sequence together; a smaller grid goes round.
 template <DType kType, int kD, int kC>
 __global__ void __launch_bounds__(2 * kD)
-    tiles_kernel(const __grid_constant__ ChunkArgs args, int stages, int64_t parts) {
+    tiles_kernel(const __grid_constant__ ChunkArgs args, int stages, int64_t heads) {
   auto& shared = dynamic_shared<TilesShared<kD, kC>>();
   auto* stage = reinterpret_cast<Stage<kD, kC>*>(&shared + 1);
   shared.sums.clear();
-  for (int64_t part = blockIdx.x; part < parts; part += gridDim.x) {
-    const int64_t sequence = part / args.problem.num_heads;
-    __syncthreads();  // the part before has been read
-    run_part<kType, kD, kC>(args, sequence, static_cast<int>(part - sequence * args.problem.num_heads), stages, shared,
+  for (int64_t item = blockIdx.x; item < heads; item += gridDim.x) {
+    const int64_t sequence = item / args.problem.num_heads;
+    __syncthreads();  // the head before has been read
+    run_head<kType, kD, kC>(args, sequence, static_cast<int>(item - sequence * args.problem.num_heads), stages, shared,
                             stage);
   }
 }
 
 }  // namespace
+
+template <DType kType>
+void launch_tiles(const TilesConfig& config, const ChunkArgs& args, const Context& context) {
+  const int64_t heads = args.problem.sequences.count * args.problem.num_heads;
+  const LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(heads, 1 << 30)),
+                          static_cast<unsigned>(config.threads), config.shared_bytes};
+  with_tile_shape(config.padded_dim, config.mini_batch, [&]<int kD, int kC>() {
+    launch<tiles_kernel<kType, kD, kC>>("ttt_linear chunk_tiles", context, shape, args, config.stages, heads);
+  });
+}
+
 }  // namespace fastweight::cuda::ttt

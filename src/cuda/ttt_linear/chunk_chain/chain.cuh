@@ -1,0 +1,32 @@
+// Shared memory of the chain kernel, and its launch.
+#pragma once
+
+#include "cuda/ttt_linear/chunk.cuh"
+#include "cuda/ttt_linear/chunk_chain/config.h"
+
+namespace fastweight::cuda::ttt {
+
+// What two warps with the same columns hand to each other of one mini-batch, a lane to the same lane: the state in 16
+// bits, its bias and n^T in fragments, and w (b - v + k) of rows g and g + 8.
+template <int kD>
+struct WarpExchange {
+  uint4 h[kD / 16][kWarpSize];
+  float4 c[4];
+  uint4 n[kWarpSize];
+  float4 residuals[2][kWarpSize];
+};
+
+template <int kD>
+struct ChainShared {
+  static constexpr int kStages = kD == 64 ? 6 : 4;
+
+  Stage<kD, kTileRows> stages[kStages];
+  Sums<kD, kTileRows> sums;
+  WarpExchange<kD> exchange[2][kD / kWarpColumns];  // of mini-batches of even and odd number
+};
+
+// For bf16 and fp16, a file each.
+template <DType kType>
+void launch_chain(const ChainConfig& config, const ChunkArgs& args, const Context& context);
+
+}  // namespace fastweight::cuda::ttt

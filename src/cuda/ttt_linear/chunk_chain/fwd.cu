@@ -1,0 +1,39 @@
+// Forward by mini-batches of 16 tokens: what it takes, its configuration, and the launch.
+#include <string>
+
+#include "cuda/common/launch.h"
+#include "cuda/ttt_linear/chunk_chain/chain.cuh"
+#include "cuda/ttt_linear/kernels.h"
+
+namespace fastweight::cuda::ttt {
+
+ChainConfig chain_config(int64_t head_dim) {
+  ChainConfig config;
+  with_padded_dim(head_dim, [&]<int kD>() {
+    config.padded_dim = kD;
+    config.full = head_dim == kD;
+    config.shared_bytes = sizeof(ChainShared<kD>);
+  });
+  config.threads = 2 * column_warps(head_dim) * kWarpSize;
+  return config;
+}
+
+std::string declines_chunk_chain(const TttLinearForwardProblem& problem) {
+  const TensorView& q = problem.args.in.q;
+  const int32_t mini_batch = problem.args.options.mini_batch;
+  if (q.dtype != DType::kBF16 && q.dtype != DType::kF16) return "q, k and v must be bf16 or fp16";
+  if (mini_batch != kTileRows) return "takes mini-batches of 16 tokens, got " + std::to_string(mini_batch);
+  return lacks_shared_memory(chain_config(problem.sizes.head_dim).shared_bytes, q.device.index);
+}
+
+void chunk_chain_forward(const TttLinearForwardProblem& problem, const Context& context) {
+  const ChainConfig config = chain_config(problem.sizes.head_dim);
+  const ChunkArgs args = chunk_args(problem);
+  if (args.problem.q.dtype == DType::kBF16) {
+    launch_chain<DType::kBF16>(config, args, context);
+  } else {
+    launch_chain<DType::kF16>(config, args, context);
+  }
+}
+
+}  // namespace fastweight::cuda::ttt

@@ -1,0 +1,7 @@
+#include "cuda/ttt_linear/chunk_chain/kernel.cuh"
+
+namespace fastweight::cuda::ttt {
+
+template void launch_chain<DType::kBF16>(const ChainConfig& config, const ChunkArgs& args, const Context& context);
+
+}  // namespace fastweight::cuda::ttt
