@@ -138,6 +138,12 @@ Spec with_lengths(Spec spec, const std::vector<int64_t>& lengths) {
   return spec;
 }
 
+template <class Spec>
+Spec with_batch(Spec spec, int64_t B) {
+  spec.B = B;
+  return spec;
+}
+
 // The names of the implementations of a mode on the device under test.
 std::vector<std::string> names_of(const std::vector<ImplementationInfo>& infos, Mode mode);
 template <class Spec>

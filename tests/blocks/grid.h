@@ -38,11 +38,6 @@ inline BlockSpec with_heads(BlockSpec spec, int64_t H, int64_t HV, int64_t K = 1
   return spec;
 }
 
-inline BlockSpec with_batch(BlockSpec spec, int64_t B) {
-  spec.B = B;
-  return spec;
-}
-
 inline std::vector<Gate> gates_of(Block block) {
   if (block == Block::kL2Norm || block == Block::kSolveTril) return {Gate::kPerHead};
   if (block == Block::kChunkLocalCumsum || block == Block::kGateActivation) return {Gate::kPerHead, Gate::kPerChannel};

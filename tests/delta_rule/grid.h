@@ -36,11 +36,6 @@ inline DeltaRuleSpec with_heads(DeltaRuleSpec spec, int64_t H, int64_t group) {
   return spec;
 }
 
-inline DeltaRuleSpec with_batch(DeltaRuleSpec spec, int64_t B) {
-  spec.B = B;
-  return spec;
-}
-
 class DeltaRuleGrid : public GridOf<DeltaRuleCase> {
  public:
   explicit DeltaRuleGrid(Gate gate) : gate_(gate) {

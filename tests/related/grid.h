@@ -31,11 +31,6 @@ inline RelatedSpec spec_of(RelatedOp op, int64_t T, int64_t K, int64_t V, int64_
   return spec;
 }
 
-inline RelatedSpec with_batch(RelatedSpec spec, int64_t B) {
-  spec.B = B;
-  return spec;
-}
-
 // The ways in which an operator's inputs may differ, each on top of `plain`.
 inline std::vector<RelatedSpec> variants(const RelatedSpec& plain) {
   std::vector<RelatedSpec> list{plain};

@@ -26,11 +26,6 @@ inline ShortConvSpec spec_of(int64_t T, int64_t D, int64_t W = 4, Activation act
   return spec;
 }
 
-inline ShortConvSpec with_batch(ShortConvSpec spec, int64_t B) {
-  spec.B = B;
-  return spec;
-}
-
 class ShortConvGrid : public GridOf<ShortConvCase> {
  public:
   ShortConvGrid() {

@@ -26,11 +26,6 @@ inline TttLinearSpec spec_of(int64_t T, int64_t D, int64_t H = 1) {
   return spec;
 }
 
-inline TttLinearSpec with_batch(TttLinearSpec spec, int64_t B) {
-  spec.B = B;
-  return spec;
-}
-
 inline TttLinearOpen open_after(const TttLinearResults& step) {
   return {step.final_state, step.final_state_bias, step.gradient, step.gradient_bias, step.position};
 }
