@@ -159,7 +159,8 @@ void expect_close(const Case& problem, const Results& results, const Results& ex
   const auto actual = results.named(), wanted = expected.named();
   ASSERT_EQ(actual.size(), wanted.size()) << describe(problem.spec);
   for (size_t i = 0; i < wanted.size(); ++i) {
-    const auto& [name, tensor] = actual[i];
+    const std::string& name = actual[i].first;
+    const Tensor* const tensor = actual[i].second;
     ASSERT_EQ(name, wanted[i].first);
     support::Tolerance bound;
     if constexpr (requires { tolerance(problem, expected, name, tensor->dtype(), true); }) {

@@ -11,7 +11,7 @@ namespace {
 
 using Call = Subject<DeltaRuleCase>;
 using Rows = std::vector<Malformed<DeltaRuleCase>>;
-constexpr DType kF32 = DType::kF32, kF64 = DType::kF64, kBF16 = DType::kBF16, kI32 = DType::kI32;
+constexpr DType kF32 = DType::kF32, kF64 = DType::kF64, kBF16 = DType::kBF16;
 constexpr int64_t B = 2, T = 5, N = 2, H = 2, HV = 4, K = 8, V = 6, kSlots = Call::kSlots;
 
 std::vector<DeltaRuleSpec> dense() {
