@@ -20,7 +20,9 @@ auto gradient_of(Struct& tensors, const std::string& name) {
 // What the gradients are those of: the sum of all results times the given gradients of them.
 template <class Case>
 double loss(const Case& problem) {
-  const auto results = support::run(Mode::kForward, problem, context_for("reference", 1));
+  Context context = reference_context();
+  context.num_threads = 1;
+  const auto results = support::run(Mode::kForward, problem, context);
   double sum = 0;
   for (const auto& [name, tensor] : results.named()) {
     const Tensor* const weights = gradient_of(problem, name);
