@@ -420,7 +420,7 @@ std::vector<Column> Bench::columns() const {
     shape = std::max(shape, config.choice.shape.text().size());
   }
   if (plan_.on_cuda()) return cuda_columns(implementation, shape);
-  return {{"op", operation},      {"mode", 4},          {"impl", std::max(implementation, size_t{9})},
+  return {{"op", operation},      {"mode", 4},          {"impl", std::max(implementation, size_t{11})},
           {"dtype", 5},           {"thr", 3, true},     {"shape", shape},
           {"median ms", 9, true}, {"min", 9, true},     {"p90", 9, true},
           {"first", 9, true},     {"GFLOP/s", 7, true}, {"% peak", 6, true},
@@ -430,7 +430,7 @@ std::vector<Column> Bench::columns() const {
 std::vector<Column> Bench::cuda_columns(size_t implementation, size_t shape) const {
   return {{"op", 10},
           {"mode", 4},
-          {"impl", std::max(implementation, size_t{9})},
+          {"impl", std::max(implementation, size_t{11})},
           {"dtype", 5},
           {"state", 5},
           {"shape", shape},
@@ -575,7 +575,9 @@ int Bench::run() {
 int run_bench(const std::vector<std::string>& arguments) {
   const Flags flags({{"--op", "NAMES", wrap(join(op_words(), ", ") + " (default: all)", 90)},
                      {"--mode", "NAMES", "fwd, bwd, step (default: all)"},
-                     {"--impl", "NAMES", "as `fastweight info` lists them, or auto (default: all but the reference)"},
+                     {"--impl", "NAMES",
+                      "as `fastweight info` lists them, a form such as chunk, or auto (default: all but the\n"
+                      "reference)"},
                      {"--dtype", "NAMES", "fp32, bf16, fp16 (default: fp32)"},
                      {"--state", "NAME", "fp32 or bf16: the states of a delta-rule step (default: fp32)"},
                      {"--device", "NAME",

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -71,28 +72,25 @@ std::vector<int64_t> growing_offsets(int64_t tokens, int64_t sequences) {
 // ------------------------------------------------------------------------------------------------------
 
 // Calls with the tensors of `host` placed on a device.
-template <class Args>
 class PlacedBench : public BenchProblem {
  public:
-  using Entry = std::string (*)(const Context&, const Args&);
-  PlacedBench(const BenchProblem& host, Entry entry, const Args& args, Device device)
-      : host_(host), entry_(entry), args_(args), placement_(support::views_of(args_), device) {}
+  PlacedBench(const BenchProblem& host, support::Call call, Device device)
+      : host_(host), call_(std::move(call)), placement_(call_.views(), device) {}
 
-  std::string run(const Context& context) const override { return entry_(context, args_); }
+  std::string run(const Context& context) const override { return call_.enqueue(context); }
   double flop() const override { return host_.flop(); }
   double bytes() const override { return host_.bytes(); }
 
  private:
   const BenchProblem& host_;
-  Entry entry_;
-  Args args_;
+  support::Call call_;
   support::Placement placement_;
 };
 
 template <class Args>
 std::unique_ptr<BenchProblem> placed(const BenchProblem& host, std::string (*entry)(const Context&, const Args&),
                                      const Args& args, Device device) {
-  return std::make_unique<PlacedBench<Args>>(host, entry, args, device);
+  return std::make_unique<PlacedBench>(host, support::Call(entry, args), device);
 }
 
 // ---- The delta-rule family ------------------------------------------------------------------------------------------
@@ -260,7 +258,7 @@ class RelatedBench : public BenchProblem {
     data_.spec.B = s.B;
     data_.spec.T = s.T;
     data_.d_final_state = {};
-    for (Tensor* tensor : data_.per_token()) {
+    for (Tensor* tensor : data_.of(support::Part::kTokens)) {
       if (!tensor->present()) continue;
       std::vector<int64_t> shape = tensor->shape();
       shape[0] = s.B;
@@ -272,18 +270,16 @@ class RelatedBench : public BenchProblem {
       data_.cu_seqlens = support::offsets_tensor(data_.spec.cu_seqlens);
     }
     if (is_forward()) data_.d_o = {};
-    results_ = is_forward() ? support::forward_outputs(data_, choice.saved_states) : support::backward_outputs(data_);
+    results_ = support::outputs_of(choice.mode, data_);
+    if (!choice.saved_states) results_.chunk_states = {};
+    call_ = support::call_of(choice.mode, data_, results_);
     if (!is_forward() && choice.saved_states) {
-      data_.saved_states = support::forward(data_, Context(), true).chunk_states;
+      saved_states_ = support::forward(data_, Context(), true).chunk_states;
+      (*call_)["chunk_states"] = saved_states_.view();
     }
-    in_ = views_of(data_);
-    out_ = views_of(results_);
   }
 
-  std::string run(const Context& context) const override {
-    return is_forward() ? support::run_forward(data_.spec, context, in_, out_)
-                        : support::run_backward(data_.spec, context, in_, out_);
-  }
+  std::string run(const Context& context) const override { return call_->enqueue(context); }
 
   double flop() const override {
     const Shape& s = choice_.shape;
@@ -298,8 +294,7 @@ class RelatedBench : public BenchProblem {
 
   double bytes() const override {
     double total = 0;
-    for (const TensorView* view : in_.all()) total += view_bytes(*view);
-    for (const TensorView* view : out_.all()) total += view_bytes(*view);
+    for (const support::NamedView& named : call_->views()) total += view_bytes(*named.view);
     return total;
   }
 
@@ -309,8 +304,8 @@ class RelatedBench : public BenchProblem {
   BenchChoice choice_;
   RelatedCase data_;
   support::RelatedResults results_;
-  support::RelatedInputs<TensorView> in_;
-  support::RelatedOutputs<TensorView> out_;
+  Tensor saved_states_;
+  std::optional<support::Call> call_;
 };
 
 // ---- TTT-linear ----------------------------------------------------------------------------------------------------
@@ -536,19 +531,6 @@ class ShortConvBench : public BenchProblem {
 // ---- The building blocks
 // ----------------------------------------------------------------------------------------------
 
-class PlacedBlockBench : public BenchProblem {
- public:
-  PlacedBlockBench(const BenchProblem& host, support::BlockCall call) : host_(host), call_(std::move(call)) {}
-
-  std::string run(const Context& context) const override { return call_(context); }
-  double flop() const override { return host_.flop(); }
-  double bytes() const override { return host_.bytes(); }
-
- private:
-  const BenchProblem& host_;
-  support::BlockCall call_;
-};
-
 class BlockBench : public BenchProblem {
  public:
   explicit BlockBench(const BenchChoice& choice) : choice_(choice) {
@@ -562,8 +544,7 @@ class BlockBench : public BenchProblem {
     data_ = support::draw(spec, 1);
     data_.spec.B = s.B;
     data_.spec.T = s.T;
-    for (Tensor* tensor : {&data_.x, &data_.k, &data_.v, &data_.beta, &data_.gamma, &data_.a, &data_.j, &data_.y,
-                           &data_.rstd, &data_.d_first, &data_.d_second}) {
+    for (Tensor* tensor : data_.of(support::Part::kTokens)) {
       if (!tensor->present()) continue;
       std::vector<int64_t> shape = tensor->shape();
       shape[0] = s.B;
@@ -571,18 +552,18 @@ class BlockBench : public BenchProblem {
       *tensor = tile(*tensor, 1, shape);
     }
     if (choice.sequences > 0) data_.cu_seqlens = support::offsets_tensor(growing_offsets(s.T, choice.sequences));
-    const auto count = [&](const Tensor& tensor, bool) {
-      bytes_ += view_bytes(tensor.view());
-      return tensor.view();
-    };
-    call_ = choice.mode == Mode::kForward ? support::prepare_forward(data_, count)
-                                          : support::prepare_backward(data_, count);
+    results_ = support::outputs_of(choice.mode, data_);
+    call_ = support::call_of(choice.mode, data_, results_);
   }
 
-  std::string run(const Context& context) const override { return call_.run(context); }
-  double bytes() const override { return bytes_; }
+  std::string run(const Context& context) const override { return call_->enqueue(context); }
+  double bytes() const override {
+    double total = 0;
+    for (const support::NamedView& named : call_->views()) total += view_bytes(*named.view);
+    return total;
+  }
   std::unique_ptr<BenchProblem> on_device(Device device) const override {
-    return std::make_unique<PlacedBlockBench>(*this, call_.place(device));
+    return std::make_unique<PlacedBench>(*this, support::call_of(choice_.mode, data_, results_), device);
   }
 
   double flop() const override {
@@ -610,8 +591,8 @@ class BlockBench : public BenchProblem {
  private:
   BenchChoice choice_;
   BlockCase data_;
-  support::PreparedBlock call_;
-  double bytes_ = 0;
+  support::BlockResults results_;
+  std::optional<support::Call> call_;
 };
 
 }  // namespace

@@ -4,7 +4,6 @@
 #include <cstdio>
 #include <exception>
 #include <filesystem>
-#include <limits>
 #include <map>
 #include <string>
 #include <vector>
@@ -25,86 +24,12 @@
 namespace fastweight::cli {
 namespace {
 
-using support::BlockCase;
 using support::BlockSpec;
-using support::DeltaRuleCase;
 using support::DeltaRuleSpec;
-using support::RelatedCase;
 using support::RelatedOp;
 using support::RelatedSpec;
-using support::ShortConvCase;
 using support::ShortConvSpec;
-using support::TttLinearCase;
-using support::TttLinearResults;
 using support::TttLinearSpec;
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Tolerances, on err(a, b) = rms(a - b) / (rms(b) + 1e-8). A tensor also passes when no element is off by more than
-// kSmallest: what is zero in exact arithmetic has no relative error.
-
-constexpr double kSmallest = 1e-6;
-constexpr double kFp32 = 1e-5;
-constexpr double kFp32HardGates = 5e-4;  // room for differences of cumulative gates around -1000
-constexpr double kReferenceVsGolden = 1e-10;
-constexpr double kReferenceVsGoldenSmallest = 1e-13;
-
-// bf16 and fp16: the thresholds that the operators are specified with. A tensor without a row of its own has the bound
-// of the results of a forward or step.
-struct HalfBound {
-  const char* tensor;
-  double delta_rule, gdn, kda, ttt_linear;
-};
-constexpr HalfBound kHalfForward = {"", 0.006, 0.005, 0.005, 0.005};
-constexpr HalfBound kHalfBounds[] = {
-    {"dq", 0.008, 0.008, 0.008, 0.005},
-    {"dk", 0.008, 0.008, 0.008, 0.01},
-    {"dv", 0.008, 0.008, 0.008, 0.007},
-    {"dg", 0, 0.02, 0.02, 0},
-    {"dbeta", 0.008, 0.02, 0.02, 0},
-    {"da_log", 0, 0.02, 0.008, 0},
-    {"ddt_bias", 0, 0.02, 0.008, 0},
-    {"dw", 0, 0, 0, 0.006},
-    {"db", 0, 0, 0, 0.006},
-    {"deta", 0, 0, 0, 0.03},
-    {"d_initial_state", 0.008, 0.008, 0.008, 0.007},
-    {"d_initial_state_bias", 0, 0, 0, 0.005},
-};
-
-constexpr double kHalfRelated = 0.008, kHalfRelatedGates = 0.02;
-constexpr double kHalfRounding = 0.003;  // short convolution and the building blocks: one rounding
-
-double half_bound(Op op, const std::string& tensor) {
-  if (related_of(op)) return tensor == "dg" || tensor == "dbeta" ? kHalfRelatedGates : kHalfRelated;
-  const auto found = std::ranges::find_if(kHalfBounds, [&](const HalfBound& row) { return row.tensor == tensor; });
-  const HalfBound& row = found == std::end(kHalfBounds) ? kHalfForward : *found;
-  switch (op) {
-    case Op::kDeltaRule:
-      return row.delta_rule;
-    case Op::kGdn:
-      return row.gdn;
-    case Op::kKda:
-      return row.kda;
-    case Op::kTttLinear:
-      return row.ttt_linear;
-    default:
-      return kHalfRounding;
-  }
-}
-
-bool has_hard_gates(const DeltaRuleCase& problem) {
-  constexpr double kHard = -100;
-  if (!problem.g.present() || problem.spec.options.gate_in_kernel) return false;
-  for (int64_t i = 0; i < problem.g.size(); ++i) {
-    if (problem.g[i] < kHard) return true;
-  }
-  return false;
-}
-
-double fp32_bound(const DeltaRuleCase& problem) { return has_hard_gates(problem) ? kFp32HardGates : kFp32; }
-double fp32_bound(const RelatedCase&) { return kFp32; }
-double fp32_bound(const TttLinearCase&) { return kFp32; }
-double fp32_bound(const ShortConvCase&) { return kFp32; }
-double fp32_bound(const BlockCase&) { return kFp32; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The built-in problems.
@@ -270,20 +195,7 @@ auto run_mode(Mode mode, const Case& problem, const std::string& implementation,
   context.device = device;
   context.num_threads = threads;
   context.implementation = implementation;
-  if (mode == Mode::kBackward) return support::backward(problem, context);
-  if constexpr (requires { support::step(problem, context); }) {
-    if (mode == Mode::kStep) return support::step(problem, context);
-  }
-  return support::forward(problem, context);
-}
-
-// A step leaves the last mini-batch of a sequence open where the golden answer extends it to its full length.
-template <class Results>
-void drop_open_states(Results&) {}
-void drop_open_states(TttLinearResults& results) {
-  for (int64_t n = 0; n < results.position.size(); ++n) {
-    if (results.position[n] != 0) results.final_state = results.final_state_bias = {};
-  }
+  return support::run(mode, problem, context);
 }
 
 constexpr const char* kGolden = "golden";
@@ -299,31 +211,19 @@ struct Line {
   std::string where;
 };
 
-// The error over the bound: at most 1 passes. The smaller of the relative and the absolute measure counts.
-double excess(const support::Difference& difference, double bound, double smallest) {
-  const double relative = difference.relative_rms / bound;
-  const double absolute = difference.max_abs / smallest;
-  const double least = relative <= absolute ? relative : absolute;
-  return least == least ? least : std::numeric_limits<double>::infinity();
-}
-
 template <class Case, class Results>
-void judge(Line& line, const Case& problem, const Results& results, const Results& expected, bool oracle) {
-  const auto expected_tensors = expected.named();
+void judge(Line& line, const Case& problem, const Results& results, const Results& expected) {
   for (const auto& [name, tensor] : results.named()) {
-    const auto found = std::ranges::find(expected_tensors, name, [](const auto& pair) { return pair.first; });
-    if (found == expected_tensors.end()) continue;
-    const support::Difference difference = support::compare(*tensor, *found->second);
-    const double bound = oracle                              ? kReferenceVsGolden
-                         : problem.spec.dtype != DType::kF32 ? half_bound(line.op, name)
-                                                             : fp32_bound(problem);
-    const double share = excess(difference, bound, oracle ? kReferenceVsGoldenSmallest : kSmallest);
+    const support::Tensor* const wanted = expected.find(name);
+    if (wanted == nullptr) continue;
+    const support::Tolerance bound = support::tolerance(problem, expected, name, tensor->dtype());
+    const double share = support::excess(*tensor, *wanted, bound);
     ++line.comparisons;
     if (!(share <= 1)) ++line.failures;
     if (share > line.worst) {
       line.worst = share;
-      line.error = difference.relative_rms;
-      line.bound = bound;
+      line.error = support::compare(*tensor, *wanted).relative_rms;
+      line.bound = bound.relative;
       line.where = problem.spec.name + "/" + name;
     }
   }
@@ -346,7 +246,7 @@ class Checker {
 
   // Runs one implementation on one problem into the line. What it declines is skipped, any other error is a failure.
   template <class Case, class Results>
-  void run_into(Line& line, const Case& problem, const Results& expected, bool oracle);
+  void run_into(Line& line, const Case& problem, const Results& expected);
   void finish(const Line& line);
   int many_threads() const { return std::max(threads_, 2); }
   void skip(const std::string& what, const std::string& reason);
@@ -376,13 +276,13 @@ class Checker {
 };
 
 template <class Case, class Results>
-void Checker::run_into(Line& line, const Case& problem, const Results& expected, bool oracle) {
+void Checker::run_into(Line& line, const Case& problem, const Results& expected) {
   const std::string what = op_name(line.op) + " " + mode_name(line.mode) + " " + line.implementation + " " +
                            line.dtype + " on " + problem.spec.name;
   try {
     Results results = run_mode(line.mode, problem, line.implementation, threads_, device_);
-    if (line.against == kGolden) drop_open_states(results);
-    judge(line, problem, results, expected, oracle);
+    if (line.against == kGolden && line.mode == Mode::kStep) support::drop_open_states(results);
+    judge(line, problem, results, expected);
   } catch (const Error& error) {
     if (error.code() == ErrorCode::kUnsupported) {
       skip(what, error.what());
@@ -426,7 +326,7 @@ void Checker::check_built_in(Op op, const std::vector<Spec>& specs) {
       }
       for (const std::string& name : implementations(op, mode, device_)) {
         Line line{op, mode, name, dtype_name(dtype), "reference"};
-        for (size_t i = 0; i < problems.size(); ++i) run_into(line, problems[i], oracle[i], false);
+        for (size_t i = 0; i < problems.size(); ++i) run_into(line, problems[i], oracle[i]);
         finish(line);
       }
     }
@@ -440,7 +340,7 @@ void Checker::check_golden(Op op, const std::vector<Golden>& cases) {
       const bool oracle = name == "reference";
       Line line{op, mode, name, oracle ? "fp64" : "fp32", kGolden};
       for (const Golden& golden : cases) {
-        run_into(line, oracle ? support::in_double(golden.problem) : golden.problem, golden.expected, oracle);
+        run_into(line, oracle ? support::in_double(golden.problem) : golden.problem, golden.expected);
       }
       finish(line);
     }

@@ -33,14 +33,14 @@ enum class Op {
   kL2Norm,
   kGateActivation
 };
-enum class Mode { kForward, kBackward, kStep };
+using support::Mode;
 
 inline constexpr std::array kOps = {
     Op::kDeltaRule,    Op::kGdn,       Op::kKda,  Op::kLinearAttention, Op::kSimpleGla,      Op::kGla,
     Op::kComba,        Op::kIplr,      Op::kDplr, Op::kTttLinear,       Op::kShortConv,      Op::kChunkLocalCumsum,
     Op::kScaledDotKkt, Op::kSolveTril, Op::kWy,   Op::kL2Norm,          Op::kGateActivation,
 };
-inline constexpr std::array kModes = {Mode::kForward, Mode::kBackward, Mode::kStep};
+using support::kModes;
 inline constexpr std::array kDTypes = {DType::kF32, DType::kBF16, DType::kF16};
 
 std::string op_name(Op op);           // delta_rule, gdn, kda, gla, comba, .., short_conv, the names of the blocks

@@ -1,11 +1,8 @@
 #include "support/blocks_case.h"
 
 #include <cmath>
-#include <initializer_list>
-#include <memory>
+#include <sstream>
 #include <stdexcept>
-
-#include "support/random.h"
 
 namespace fastweight::support {
 namespace {
@@ -46,109 +43,6 @@ Tensor summed(const BlockSpec& spec, const Tensor& x, const Tensor& cu_seqlens) 
   return y;
 }
 
-std::vector<PlacedView> placed_views(std::initializer_list<TensorView*> inputs,
-                                     std::initializer_list<TensorView*> outputs) {
-  std::vector<PlacedView> views;
-  for (TensorView* view : inputs) views.push_back({view, false});
-  for (TensorView* view : outputs) views.push_back({view, true});
-  return views;
-}
-
-std::vector<PlacedView> views_of(ChunkLocalCumsum& x) { return placed_views({&x.x, &x.cu_seqlens}, {&x.y}); }
-std::vector<PlacedView> views_of(ScaledDotKktForward& x) {
-  return placed_views({&x.in.k, &x.in.beta, &x.in.gamma, &x.in.cu_seqlens}, {&x.a});
-}
-std::vector<PlacedView> views_of(ScaledDotKktBackward& x) {
-  return placed_views({&x.in.k, &x.in.beta, &x.in.gamma, &x.in.cu_seqlens, &x.da}, {&x.dk, &x.dbeta, &x.dgamma});
-}
-std::vector<PlacedView> views_of(SolveTrilForward& x) { return placed_views({&x.a, &x.cu_seqlens}, {&x.j}); }
-std::vector<PlacedView> views_of(SolveTrilBackward& x) { return placed_views({&x.j, &x.dj, &x.cu_seqlens}, {&x.da}); }
-std::vector<PlacedView> views_of(WyForward& x) {
-  return placed_views({&x.in.k, &x.in.v, &x.in.beta, &x.in.gamma, &x.in.j, &x.in.cu_seqlens}, {&x.w, &x.u});
-}
-std::vector<PlacedView> views_of(WyBackward& x) {
-  return placed_views({&x.in.k, &x.in.v, &x.in.beta, &x.in.gamma, &x.in.j, &x.in.cu_seqlens, &x.dw, &x.du},
-                      {&x.dk, &x.dv, &x.dbeta, &x.dgamma, &x.da});
-}
-std::vector<PlacedView> views_of(L2NormForward& x) { return placed_views({&x.x}, {&x.y, &x.rstd}); }
-std::vector<PlacedView> views_of(L2NormBackward& x) { return placed_views({&x.y, &x.rstd, &x.dy}, {&x.dx}); }
-std::vector<PlacedView> views_of(GateActivationForward& x) {
-  return placed_views({&x.in.x, &x.in.a_log, &x.in.dt_bias, &x.in.cu_seqlens}, {&x.g});
-}
-std::vector<PlacedView> views_of(GateActivationBackward& x) {
-  return placed_views({&x.in.x, &x.in.a_log, &x.in.dt_bias, &x.in.cu_seqlens, &x.dg}, {&x.dx, &x.da_log, &x.ddt_bias});
-}
-
-template <class Args>
-std::string run_on(const Context& context, std::string (*entry)(const Context&, const Args&), const Args& args) {
-  return run_placed(context, args, entry, [](Args& x) { return views_of(x); });
-}
-
-template <class Args>
-BlockCall placed(std::string (*entry)(const Context&, const Args&), Args args, Device device) {
-  const auto placement = std::make_shared<Placement>(views_of(args), device);
-  return [entry, args, placement](const Context& context) { return entry(context, args); };
-}
-
-// What the runs below write, as a list of poisoned tensors.
-class Outputs {
- public:
-  explicit Outputs(const ViewOf& view_of) : view_of_(view_of) {}
-
-  TensorView like(const char* name, const Tensor& x) {
-    return x.present() ? make(name, x.dtype(), x.shape()) : TensorView();
-  }
-  TensorView make(const char* name, DType dtype, std::vector<int64_t> shape) {
-    return view_of_(results_.tensors.emplace_back(name, poisoned(dtype, std::move(shape))).second, true);
-  }
-  template <class Args>
-  PreparedBlock with(std::string (*entry)(const Context&, const Args&), const Args& args) {
-    return {std::move(results_), [entry, args](const Context& context) { return run_on(context, entry, args); },
-            [entry, args](const Context& context) { return entry(context, args); },
-            [entry, args](Device device) { return placed(entry, args, device); }};
-  }
-
- private:
-  const ViewOf& view_of_;
-  BlockResults results_;  // moving a tensor keeps its memory, so the views stay good while the vector grows
-};
-
-ScaledDotKktInputs kkt_inputs(const BlockCase& problem, const ViewOf& view_of) {
-  ScaledDotKktInputs in;
-  in.k = view_of(problem.k, false);
-  in.beta = view_of(problem.beta, false);
-  in.gamma = view_of(problem.gamma, false);
-  in.cu_seqlens = view_of(problem.cu_seqlens, false);
-  return in;
-}
-
-WyInputs wy_inputs(const BlockCase& problem, const ViewOf& view_of) {
-  WyInputs in;
-  in.k = view_of(problem.k, false);
-  in.v = view_of(problem.v, false);
-  in.beta = view_of(problem.beta, false);
-  in.gamma = view_of(problem.gamma, false);
-  in.j = view_of(problem.j, false);
-  in.cu_seqlens = view_of(problem.cu_seqlens, false);
-  return in;
-}
-
-GateActivationInputs gate_inputs(const BlockCase& problem, const ViewOf& view_of) {
-  GateActivationInputs in;
-  in.x = view_of(problem.x, false);
-  in.a_log = view_of(problem.a_log, false);
-  in.dt_bias = view_of(problem.dt_bias, false);
-  in.cu_seqlens = view_of(problem.cu_seqlens, false);
-  return in;
-}
-
-GateActivationOptions gate_options(const BlockSpec& spec) {
-  GateActivationOptions options;
-  options.chunk_size = static_cast<int32_t>(spec.C);
-  if (spec.lower_bound) options.lower_bound = -5;
-  return options;
-}
-
 std::vector<int64_t> matrix_shape(const BlockSpec& spec) { return {spec.B, spec.T, spec.HV, spec.C}; }
 
 // k, v, beta, gamma, and A and J that belong to them.
@@ -167,8 +61,7 @@ void draw_chunk_tensors(const BlockSpec& spec, uint64_t seed, BlockCase& result)
   Tensor a(DType::kF64, matrix_shape(spec)), j(DType::kF64, matrix_shape(spec));
   ScaledDotKktForward kkt;
   const Tensor k = result.k.to(DType::kF64);
-  kkt.in = kkt_inputs(result, dense_view);
-  kkt.in.k = k.view();
+  kkt.in = {k.view(), result.beta.view(), result.gamma.view(), result.cu_seqlens.view()};
   kkt.a = a.view();
   scaled_dot_kkt_forward(oracle(), kkt);
   result.a = a.to(wide(spec));
@@ -212,11 +105,92 @@ void draw_gate_tensors(const BlockSpec& spec, uint64_t seed, BlockCase& result) 
 
 }  // namespace
 
+// What a block has beside its tensors.
+template <class Args>
+void set_options(const BlockSpec& spec, Args& args) {
+  if constexpr (requires { args.reverse; }) {
+    args.chunk_size = static_cast<int32_t>(spec.C);
+    args.reverse = spec.reverse;
+  }
+  if constexpr (requires { args.options.lower_bound; }) {
+    args.options.chunk_size = static_cast<int32_t>(spec.C);
+    if (spec.lower_bound) args.options.lower_bound = -5;
+  }
+}
+
+const char* name_of(Block block) {
+  constexpr const char* kNames[] = {"chunk_local_cumsum", "scaled_dot_kkt", "solve_tril", "wy", "l2norm",
+                                    "gate_activation"};
+  return kNames[static_cast<size_t>(block)];
+}
+
+std::string describe(const BlockSpec& spec) {
+  std::ostringstream out;
+  out << name_of(spec.block) << " B=" << spec.B << " T=" << spec.T << " H=" << spec.H << " HV=" << spec.HV
+      << " K=" << spec.K << " V=" << spec.V << " C=" << spec.C << " gate=" << static_cast<int>(spec.gate) << " "
+      << name_of(spec.dtype);
+  out << describe_lengths(spec.cu_seqlens);
+  if (!spec.beta) out << " no_beta";
+  if (spec.reverse) out << " reverse";
+  if (spec.lower_bound) out << " lower_bound";
+  if (!spec.a_log) out << " no_a_log";
+  if (!spec.dt_bias) out << " no_dt_bias";
+  if (spec.gate_scale != 1) out << " gate_scale=" << spec.gate_scale;
+  return out.str();
+}
+
+std::span<const CaseTensor<BlockCase>> BlockCase::fields() {
+  using Self = BlockCase;
+  static constexpr CaseTensor<Self> kFields[] = {
+      {"x", &Self::x},
+      {"k", &Self::k},
+      {"v", &Self::v},
+      {"beta", &Self::beta},
+      {"gamma", &Self::gamma},
+      {"a", &Self::a},
+      {"j", &Self::j},
+      {"a_log", &Self::a_log, Part::kCall},
+      {"dt_bias", &Self::dt_bias, Part::kCall},
+      {"cu_seqlens", &Self::cu_seqlens, Part::kCall},
+      {"y", &Self::y},
+      {"rstd", &Self::rstd},
+      {"da", &Self::da},
+      {"dj", &Self::dj},
+      {"dw", &Self::dw},
+      {"du", &Self::du},
+      {"dy", &Self::dy},
+      {"dg", &Self::dg},
+  };
+  return kFields;
+}
+
+std::span<const CaseTensor<BlockResults>> BlockResults::fields() {
+  using Self = BlockResults;
+  static constexpr CaseTensor<Self> kFields[] = {
+      {"y", &Self::y},
+      {"rstd", &Self::rstd},
+      {"a", &Self::a},
+      {"j", &Self::j},
+      {"w", &Self::w},
+      {"u", &Self::u},
+      {"g", &Self::g},
+      {"dx", &Self::dx},
+      {"dk", &Self::dk},
+      {"dv", &Self::dv},
+      {"dbeta", &Self::dbeta},
+      {"dgamma", &Self::dgamma},
+      {"da", &Self::da},
+      {"da_log", &Self::da_log, Part::kCall},
+      {"ddt_bias", &Self::ddt_bias, Part::kCall},
+  };
+  return kFields;
+}
+
 BlockCase draw(const BlockSpec& spec, uint64_t seed) {
   BlockCase result;
   result.spec = spec;
   result.cu_seqlens = offsets_tensor(spec.cu_seqlens);
-  const auto gradient = [&](DType dtype, std::vector<int64_t> shape, Stream stream) {
+  const auto gradient = [&](DType dtype, std::vector<int64_t> shape, Stream stream = kDFirst) {
     return normals(dtype, std::move(shape), seed, stream);
   };
   switch (spec.block) {
@@ -225,184 +199,107 @@ BlockCase draw(const BlockSpec& spec, uint64_t seed) {
       break;
     case Block::kScaledDotKkt:
       draw_chunk_tensors(spec, seed, result);
-      result.d_first = gradient(wide(spec), matrix_shape(spec), kDFirst);
+      result.da = gradient(wide(spec), matrix_shape(spec));
       break;
     case Block::kSolveTril:
       draw_chunk_tensors(spec, seed, result);
-      result.d_first = gradient(wide(spec), matrix_shape(spec), kDFirst);
+      result.dj = gradient(wide(spec), matrix_shape(spec));
       break;
     case Block::kWy:
       draw_chunk_tensors(spec, seed, result);
-      result.d_first = gradient(spec.dtype, {spec.B, spec.T, spec.HV, spec.K}, kDFirst);
-      result.d_second = gradient(spec.dtype, {spec.B, spec.T, spec.HV, spec.V}, kDSecond);
+      result.dw = gradient(spec.dtype, {spec.B, spec.T, spec.HV, spec.K});
+      result.du = gradient(spec.dtype, {spec.B, spec.T, spec.HV, spec.V}, kDSecond);
       break;
     case Block::kL2Norm:
       draw_norm_tensors(spec, seed, result);
-      result.d_first = gradient(spec.dtype, result.x.shape(), kDFirst);
+      result.dy = gradient(spec.dtype, result.x.shape());
       break;
     case Block::kGateActivation:
       draw_gate_tensors(spec, seed, result);
-      result.d_first = gradient(spec.dtype, result.x.shape(), kDFirst);
+      result.dg = gradient(spec.dtype, result.x.shape());
       break;
   }
   return result;
 }
 
-BlockCase in_double(const BlockCase& problem) {
-  BlockCase result = problem;
-  result.spec.dtype = DType::kF64;
-  for (Tensor* tensor : {&result.x, &result.k, &result.v, &result.beta, &result.gamma, &result.a, &result.j,
-                         &result.a_log, &result.dt_bias, &result.y, &result.rstd, &result.d_first, &result.d_second}) {
-    *tensor = tensor->to(DType::kF64);
-  }
-  return result;
-}
-
-const Tensor& BlockResults::operator[](const std::string& name) const {
-  for (const auto& [known, tensor] : tensors) {
-    if (known == name) return tensor;
-  }
-  throw std::out_of_range("no result " + name);
-}
-
-std::vector<std::pair<std::string, const Tensor*>> BlockResults::named() const {
-  std::vector<std::pair<std::string, const Tensor*>> result;
-  for (const auto& [name, tensor] : tensors) result.emplace_back(name, &tensor);
-  return result;
-}
-
-PreparedBlock prepare_forward(const BlockCase& problem, const ViewOf& view_of) {
+BlockResults outputs_of(Mode mode, const BlockCase& problem) {
   const BlockSpec& spec = problem.spec;
-  Outputs outputs(view_of);
+  const bool forward = mode == Mode::kForward;
+  BlockResults outputs;
+  if (!forward) {
+    for (const auto& [output, input] : {std::pair(&BlockResults::dx, &BlockCase::x),
+                                        {&BlockResults::dk, &BlockCase::k},
+                                        {&BlockResults::dv, &BlockCase::v},
+                                        {&BlockResults::dbeta, &BlockCase::beta},
+                                        {&BlockResults::dgamma, &BlockCase::gamma},
+                                        {&BlockResults::da_log, &BlockCase::a_log},
+                                        {&BlockResults::ddt_bias, &BlockCase::dt_bias}}) {
+      outputs.*output = poisoned_like(problem.*input);
+    }
+    const bool has_da = spec.block == Block::kSolveTril || spec.block == Block::kWy;
+    if (has_da) outputs.da = poisoned(wide(spec), matrix_shape(spec));
+    return outputs;
+  }
   switch (spec.block) {
-    case Block::kChunkLocalCumsum: {
-      ChunkLocalCumsum args;
-      args.x = view_of(problem.x, false);
-      args.cu_seqlens = view_of(problem.cu_seqlens, false);
-      args.chunk_size = static_cast<int32_t>(spec.C);
-      args.reverse = spec.reverse;
-      args.y = outputs.make("y", wide(spec), problem.x.shape());
-      return outputs.with(chunk_local_cumsum, args);
-    }
-    case Block::kScaledDotKkt: {
-      ScaledDotKktForward args;
-      args.in = kkt_inputs(problem, view_of);
-      args.a = outputs.make("a", wide(spec), matrix_shape(spec));
-      return outputs.with(scaled_dot_kkt_forward, args);
-    }
-    case Block::kSolveTril: {
-      SolveTrilForward args;
-      args.a = view_of(problem.a, false);
-      args.cu_seqlens = view_of(problem.cu_seqlens, false);
-      args.j = outputs.make("j", spec.dtype, matrix_shape(spec));
-      return outputs.with(solve_tril_forward, args);
-    }
-    case Block::kWy: {
-      WyForward args;
-      args.in = wy_inputs(problem, view_of);
-      args.w = outputs.make("w", spec.dtype, {spec.B, spec.T, spec.HV, spec.K});
-      args.u = outputs.like("u", problem.v);
-      return outputs.with(wy_forward, args);
-    }
-    case Block::kL2Norm: {
-      L2NormForward args;
-      args.x = view_of(problem.x, false);
-      args.y = outputs.like("y", problem.x);
-      args.rstd = outputs.like("rstd", problem.rstd);
-      return outputs.with(l2norm_forward, args);
-    }
+    case Block::kChunkLocalCumsum:
+      outputs.y = poisoned(wide(spec), problem.x.shape());
+      break;
+    case Block::kScaledDotKkt:
+      outputs.a = poisoned(wide(spec), matrix_shape(spec));
+      break;
+    case Block::kSolveTril:
+      outputs.j = poisoned(spec.dtype, matrix_shape(spec));
+      break;
+    case Block::kWy:
+      outputs.w = poisoned(spec.dtype, {spec.B, spec.T, spec.HV, spec.K});
+      outputs.u = poisoned_like(problem.v);
+      break;
+    case Block::kL2Norm:
+      outputs.y = poisoned_like(problem.x);
+      outputs.rstd = poisoned_like(problem.rstd);
+      break;
+    case Block::kGateActivation:
+      outputs.g = poisoned(wide(spec), problem.x.shape());
+      break;
+  }
+  return outputs;
+}
+
+Call call_of(Mode mode, const BlockCase& problem, const BlockResults& outputs) {
+  const auto either = [&](auto forward, auto backward) {
+    return mode == Mode::kForward ? bound_call(forward, problem, outputs) : bound_call(backward, problem, outputs);
+  };
+  switch (problem.spec.block) {
+    case Block::kChunkLocalCumsum:
+      if (mode == Mode::kForward) return bound_call(chunk_local_cumsum, problem, outputs);
+      throw std::invalid_argument("chunk_local_cumsum has no backward of its own");
+    case Block::kScaledDotKkt:
+      return either(scaled_dot_kkt_forward, scaled_dot_kkt_backward);
+    case Block::kSolveTril:
+      return either(solve_tril_forward, solve_tril_backward);
+    case Block::kWy:
+      return either(wy_forward, wy_backward);
+    case Block::kL2Norm:
+      return either(l2norm_forward, l2norm_backward);
     case Block::kGateActivation:
       break;
   }
-  GateActivationForward args;
-  args.in = gate_inputs(problem, view_of);
-  args.options = gate_options(spec);
-  args.g = outputs.make("g", wide(spec), problem.x.shape());
-  return outputs.with(gate_activation_forward, args);
+  return either(gate_activation_forward, gate_activation_backward);
 }
 
-PreparedBlock prepare_backward(const BlockCase& problem, const ViewOf& view_of) {
-  const BlockSpec& spec = problem.spec;
-  Outputs outputs(view_of);
-  switch (spec.block) {
-    case Block::kScaledDotKkt: {
-      ScaledDotKktBackward args;
-      args.in = kkt_inputs(problem, view_of);
-      args.da = view_of(problem.d_first, false);
-      args.dk = outputs.like("dk", problem.k);
-      args.dbeta = outputs.like("dbeta", problem.beta);
-      args.dgamma = outputs.like("dgamma", problem.gamma);
-      return outputs.with(scaled_dot_kkt_backward, args);
-    }
-    case Block::kSolveTril: {
-      SolveTrilBackward args;
-      args.j = view_of(problem.j, false);
-      args.dj = view_of(problem.d_first, false);
-      args.cu_seqlens = view_of(problem.cu_seqlens, false);
-      args.da = outputs.make("da", wide(spec), matrix_shape(spec));
-      return outputs.with(solve_tril_backward, args);
-    }
-    case Block::kWy: {
-      WyBackward args;
-      args.in = wy_inputs(problem, view_of);
-      args.dw = view_of(problem.d_first, false);
-      args.du = view_of(problem.d_second, false);
-      args.dk = outputs.like("dk", problem.k);
-      args.dv = outputs.like("dv", problem.v);
-      args.dbeta = outputs.like("dbeta", problem.beta);
-      args.dgamma = outputs.like("dgamma", problem.gamma);
-      args.da = outputs.make("da", wide(spec), matrix_shape(spec));
-      return outputs.with(wy_backward, args);
-    }
-    case Block::kL2Norm: {
-      L2NormBackward args;
-      args.y = view_of(problem.y, false);
-      args.rstd = view_of(problem.rstd, false);
-      args.dy = view_of(problem.d_first, false);
-      args.dx = outputs.like("dx", problem.x);
-      return outputs.with(l2norm_backward, args);
-    }
-    case Block::kGateActivation: {
-      GateActivationBackward args;
-      args.in = gate_inputs(problem, view_of);
-      args.options = gate_options(spec);
-      args.dg = view_of(problem.d_first, false);
-      args.dx = outputs.like("dx", problem.x);
-      args.da_log = outputs.like("da_log", problem.a_log);
-      args.ddt_bias = outputs.like("ddt_bias", problem.dt_bias);
-      return outputs.with(gate_activation_backward, args);
-    }
-    case Block::kChunkLocalCumsum:
-      break;
-  }
-  throw std::invalid_argument("chunk_local_cumsum has no backward of its own");
+BlockResults forward(const BlockCase& problem, const Context& context) { return run(Mode::kForward, problem, context); }
+BlockResults backward(const BlockCase& problem, const Context& context) {
+  return run(Mode::kBackward, problem, context);
 }
 
-std::string run(const Context& context, const ChunkLocalCumsum& args) {
-  return run_on(context, chunk_local_cumsum, args);
-}
-std::string run(const Context& context, const SolveTrilForward& args) {
-  return run_on(context, solve_tril_forward, args);
-}
-std::string run(const Context& context, const L2NormForward& args) { return run_on(context, l2norm_forward, args); }
-std::string run(const Context& context, const L2NormBackward& args) { return run_on(context, l2norm_backward, args); }
-std::string run(const Context& context, const GateActivationForward& args) {
-  return run_on(context, gate_activation_forward, args);
-}
-std::string run(const Context& context, const GateActivationBackward& args) {
-  return run_on(context, gate_activation_backward, args);
-}
-
-BlockResults forward(const BlockCase& problem, const Context& context, const ViewOf& view_of) {
-  PreparedBlock prepared = prepare_forward(problem, view_of);
-  prepared.results.implementation = prepared.run(context);
-  return std::move(prepared.results);
-}
-
-BlockResults backward(const BlockCase& problem, const Context& context, const ViewOf& view_of) {
-  PreparedBlock prepared = prepare_backward(problem, view_of);
-  prepared.results.implementation = prepared.run(context);
-  return std::move(prepared.results);
+Tolerance tolerance(const BlockCase& problem, const BlockResults&, const std::string& tensor, DType result_type) {
+  const double smallest = problem.spec.dtype == DType::kF64 ? 1e-14 : 1e-7;
+  if (result_type == DType::kBF16) return {3e-3, smallest};
+  if (result_type == DType::kF16) return {1e-3, smallest};
+  if (result_type == DType::kF64) return {1e-12, smallest};
+  if (tensor == "da_log" || tensor == "ddt_bias") return {3e-5, smallest};
+  if (problem.spec.block == Block::kL2Norm && problem.spec.K == 1) return {1e-4, smallest};
+  return {tensor == "dgamma" ? 4e-6 : 1e-6, smallest};
 }
 
 }  // namespace fastweight::support

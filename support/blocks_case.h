@@ -3,15 +3,13 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "core/blocks_fields.h"
 #include "fastweight/blocks.h"
 #include "fastweight/delta_rule.h"
-#include "support/placement.h"
-#include "support/tensor.h"
+#include "support/case.h"
 
 namespace fastweight::support {
 
@@ -28,61 +26,74 @@ struct BlockSpec {
   bool reverse = false;  // of a chunk-local sum
   bool lower_bound = false, a_log = true, dt_bias = true;
   double gate_scale = 1;  // of the log decays
+
+  void set_types(DType type) { dtype = type; }
 };
 
-// The tensors that the block has; the others are absent.
-struct BlockCase {
+inline constexpr Block kBlocks[] = {Block::kChunkLocalCumsum, Block::kScaledDotKkt,  Block::kSolveTril, Block::kWy,
+                                    Block::kL2Norm,           Block::kGateActivation};
+const char* name_of(Block block);
+std::string describe(const BlockSpec& spec);
+inline std::vector<ImplementationInfo> implementations_of(const BlockSpec& spec) {
+  return block_implementations(spec.block);
+}
+
+// The tensors that the block has, by the names of blocks.h; the others are absent.
+struct BlockCase : TensorsByName<BlockCase> {
   BlockSpec spec;
   Tensor x;  // raw or log gates, or the rows to normalise
-  Tensor k, v, beta, gamma, a, j, cu_seqlens;
-  Tensor a_log, dt_bias;
-  Tensor y, rstd;            // the norm's, for its backward
-  Tensor d_first, d_second;  // gradients of the results, in the order of the forward's tensors
+  Tensor k, v, beta, gamma, a, j, a_log, dt_bias, cu_seqlens;
+  Tensor y, rstd;                 // the norm's, for its backward
+  Tensor da, dj, dw, du, dy, dg;  // gradients of the results
+
+  static std::span<const CaseTensor<BlockCase>> fields();
 };
 
 // Draws the data, the same for the same seed on every machine. Keys have unit norm, beta is in (0, 1), log decays are
 // those of a softplus gate, A and J belong to the keys; a, j, y and rstd were computed by the reference in fp64.
 BlockCase draw(const BlockSpec& spec, uint64_t seed);
 
-// The same values in fp64 throughout: what the reference is given to be the oracle.
-BlockCase in_double(const BlockCase& problem);
-
 // Results by name, as in blocks.h.
-struct BlockResults {
+struct BlockResults : TensorsByName<BlockResults> {
   std::string implementation;
-  std::vector<std::pair<std::string, Tensor>> tensors;
+  Tensor y, rstd, a, j, w, u, g;
+  Tensor dx, dk, dv, dbeta, dgamma, da, da_log, ddt_bias;
 
-  const Tensor& operator[](const std::string& name) const;
-  std::vector<std::pair<std::string, const Tensor*>> named() const;
+  static std::span<const CaseTensor<BlockResults>> fields();
 };
 
-// Outputs are poisoned with NaN before the call. Results have the types of the inputs they belong to; chunk matrices
-// and rstd have fp32, or fp64 for a problem in double.
-//
-// `view_of` gives the view that a call receives for one of its tensors; absent ones are passed to it too.
-using ViewOf = std::function<TensorView(const Tensor& tensor, bool written)>;
-inline TensorView dense_view(const Tensor& tensor, bool) { return tensor.view(); }
+// Results have the types of the inputs they belong to; chunk matrices and rstd have fp32, or fp64 for a problem in
+// double. There is no step, and a chunk-local sum has no backward of its own.
+BlockResults outputs_of(Mode mode, const BlockCase& problem);
+Call call_of(Mode mode, const BlockCase& problem, const BlockResults& outputs);
 
-// A call with its outputs, which can be made any number of times: on views of host memory, which `run` copies to a CUDA
-// device and back and `place` keeps there, or with `enqueue` on views that lie where the context says.
-using BlockCall = std::function<std::string(const Context&)>;
-struct PreparedBlock {
-  BlockResults results;
-  BlockCall run, enqueue;
-  std::function<BlockCall(Device)> place;
-};
-PreparedBlock prepare_forward(const BlockCase& problem, const ViewOf& view_of = dense_view);
-PreparedBlock prepare_backward(const BlockCase& problem, const ViewOf& view_of = dense_view);
+BlockResults forward(const BlockCase& problem, const Context& context);
+BlockResults backward(const BlockCase& problem, const Context& context);
 
-// A call on host tensors on the context's device; for CUDA, the tensors are copied there and back (placement.h).
-std::string run(const Context& context, const ChunkLocalCumsum& args);
-std::string run(const Context& context, const SolveTrilForward& args);
-std::string run(const Context& context, const L2NormForward& args);
-std::string run(const Context& context, const L2NormBackward& args);
-std::string run(const Context& context, const GateActivationForward& args);
-std::string run(const Context& context, const GateActivationBackward& args);
+// Calls of the public API with tensors in host memory, on whatever device the context names.
+inline std::string run(const Context& context, const ChunkLocalCumsum& args) {
+  return Call(chunk_local_cumsum, args).run(context);
+}
+inline std::string run(const Context& context, const SolveTrilForward& args) {
+  return Call(solve_tril_forward, args).run(context);
+}
+inline std::string run(const Context& context, const L2NormForward& args) {
+  return Call(l2norm_forward, args).run(context);
+}
+inline std::string run(const Context& context, const L2NormBackward& args) {
+  return Call(l2norm_backward, args).run(context);
+}
+inline std::string run(const Context& context, const GateActivationForward& args) {
+  return Call(gate_activation_forward, args).run(context);
+}
+inline std::string run(const Context& context, const GateActivationBackward& args) {
+  return Call(gate_activation_backward, args).run(context);
+}
 
-BlockResults forward(const BlockCase& problem, const Context& context, const ViewOf& view_of = dense_view);
-BlockResults backward(const BlockCase& problem, const Context& context, const ViewOf& view_of = dense_view);
+// What a result in this type may be off the reference in double on the same rounded inputs. Stored in 16 bits, a result
+// is off by its rounding. Where terms of both signs are summed, or a difference is all but 0, the error of the terms
+// shows in the result.
+Tolerance tolerance(const BlockCase& problem, const BlockResults& expected, const std::string& tensor,
+                    DType result_type);
 
 }  // namespace fastweight::support

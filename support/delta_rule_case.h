@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "core/delta_rule_fields.h"
 #include "fastweight/delta_rule.h"
-#include "support/placement.h"
-#include "support/tensor.h"
+#include "support/case.h"
 
 namespace fastweight::support {
 
@@ -27,68 +27,62 @@ struct DeltaRuleSpec {
   bool dt_bias_absent = false;
   double gate_divisor = 1;        // precomputed gates are log sigmoid(N(0,1)) / divisor
   double hard_gate_fraction = 0;  // this share of the precomputed gates is -1000
+
+  void set_types(DType type) { dtype = gate_dtype = type; }
 };
 
-struct DeltaRuleCase {
+const char* name_of(Gate gate);  // delta_rule, gdn, kda
+std::string describe(const DeltaRuleSpec& spec);
+inline std::vector<ImplementationInfo> implementations_of(const DeltaRuleSpec&) { return delta_rule_implementations(); }
+
+struct DeltaRuleCase : TensorsByName<DeltaRuleCase> {
   DeltaRuleSpec spec;
   Tensor q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens;
   Tensor d_o, d_final_state;
 
-  std::string op() const;  // delta_rule, gdn or kda
+  static std::span<const CaseTensor<DeltaRuleCase>> fields();
   DeltaRuleInputs inputs() const;
-
-  std::vector<Tensor*> per_token() { return {&q, &k, &v, &g, &beta, &d_o}; }
-  std::vector<Tensor*> initial_states() { return {&initial_state}; }
-  std::vector<Tensor*> final_gradients() { return {&d_final_state}; }
 };
 
 // Draws the data, the same for the same seed on every machine. q and k have unit norm unless qk_l2norm is set. Raw
 // gates and dt_bias are N(0,1), exp(A_log) is U(1/16, 1), beta is sigmoid(N(0,1)) or its logit, all else N(0,1).
 DeltaRuleCase draw(const DeltaRuleSpec& spec, uint64_t seed);
 
-// The same values in fp64 throughout: what the reference is given to be the oracle.
-DeltaRuleCase in_double(const DeltaRuleCase& problem);
-
 // Results by name; a tensor that does not apply is absent.
-struct DeltaRuleResults {
+struct DeltaRuleResults : TensorsByName<DeltaRuleResults> {
   std::string implementation;
   Tensor o, final_state, chunk_states;
   Tensor dq, dk, dv, dg, dbeta, da_log, ddt_bias, d_initial_state;
 
-  // The present tensors with their names, in the order above.
-  std::vector<std::pair<std::string, const Tensor*>> named() const;
-
-  std::vector<Tensor*> per_token() { return {&o, &dq, &dk, &dv, &dg, &dbeta}; }
-  std::vector<Tensor*> final_states() { return {&final_state}; }
-  std::vector<Tensor*> initial_gradients() { return {&d_initial_state}; }
-  std::vector<Tensor*> of_the_call() { return {&chunk_states, &da_log, &ddt_bias}; }
+  static std::span<const CaseTensor<DeltaRuleResults>> fields();
 };
 
-// The tensors of a call, and which of them it writes.
-std::vector<PlacedView> views_of(DeltaRuleForward& args);
-std::vector<PlacedView> views_of(DeltaRuleBackward& args);
-std::vector<PlacedView> views_of(DeltaRuleStep& args);
-
 // Calls of the public API with tensors in host memory, on whatever device the context names.
-std::string run(const Context& context, const DeltaRuleForward& args);
-std::string run(const Context& context, const DeltaRuleBackward& args);
-std::string run(const Context& context, const DeltaRuleStep& args);
+inline std::string run(const Context& context, const DeltaRuleForward& args) {
+  return Call(delta_rule_forward, args).run(context);
+}
+inline std::string run(const Context& context, const DeltaRuleBackward& args) {
+  return Call(delta_rule_backward, args).run(context);
+}
+inline std::string run(const Context& context, const DeltaRuleStep& args) {
+  return Call(delta_rule_step, args).run(context);
+}
 
-// Outputs are poisoned with NaN. Results have q's type (gradients of g, beta, parameters: theirs), the states fp32, or
-// fp64 for a problem in double; the state of a step, which starts as the initial state, has that one's type.
-DeltaRuleResults forward_outputs(const DeltaRuleCase& problem, bool chunk_states = false);
-DeltaRuleResults backward_outputs(const DeltaRuleCase& problem);
-DeltaRuleResults step_outputs(const DeltaRuleCase& problem);
+// Results have q's type (gradients of g, beta, parameters: theirs), the states fp32, or fp64 for a problem in double;
+// the state of a step, which starts as the initial state, has that one's type. A forward has chunk states.
+DeltaRuleResults outputs_of(Mode mode, const DeltaRuleCase& problem);
 
-// The call on these tensors. `saved` may hold the forward's fp32 chunk states. A step decodes all T tokens in one call.
-DeltaRuleForward forward_args(const DeltaRuleCase& problem, const DeltaRuleResults& outputs);
-DeltaRuleBackward backward_args(const DeltaRuleCase& problem, const DeltaRuleResults& outputs,
-                                const Tensor& saved = {});
-DeltaRuleStep step_args(const DeltaRuleCase& problem, const DeltaRuleResults& outputs);
+// A step decodes all T tokens in one call.
+Call call_of(Mode mode, const DeltaRuleCase& problem, const DeltaRuleResults& outputs);
 
-// All three: outputs, arguments, run.
+// `saved` may hold the forward's fp32 chunk states.
 DeltaRuleResults forward(const DeltaRuleCase& problem, const Context& context, bool chunk_states = false);
 DeltaRuleResults backward(const DeltaRuleCase& problem, const Context& context, const Tensor& saved = {});
 DeltaRuleResults step(const DeltaRuleCase& problem, const Context& context);
+
+// What a result in this type may be off the reference in double on the same rounded inputs. `on_tensor_cores` is for
+// devices, where the operands of every product are rounded, which does not average out over few channels.
+Tolerance tolerance(const DeltaRuleCase& problem, const DeltaRuleResults& expected, const std::string& tensor,
+                    DType result_type, bool on_tensor_cores = false);
 
 }  // namespace fastweight::support

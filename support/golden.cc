@@ -9,8 +9,6 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
-#include "support/random.h"
-
 namespace fastweight::support {
 namespace {
 
@@ -77,6 +75,29 @@ Gate gate_of(const std::string& path, const std::string& op) {
   fail(path, "expected a delta-rule operator, got " + op);
 }
 
+// The name in a file of what we call `name`.
+std::string file_name(const std::string& name) {
+  static const std::map<std::string, std::string> kOthers{
+      {"a_log", "A_log"},          {"da_log", "dA_log"},          {"d_o", "do"},
+      {"initial_state", "h0"},     {"initial_state_bias", "hb0"}, {"final_state", "ht"},
+      {"final_state_bias", "hbt"}, {"d_initial_state", "dh0"},    {"d_initial_state_bias", "dhb0"},
+      {"d_final_state", "dht"},    {"d_final_state_bias", "dhbt"}};
+  const auto found = kOthers.find(name);
+  return found == kOthers.end() ? name : found->second;
+}
+
+template <class Golden>
+void take_tensors(SafeTensors& file, Golden& golden) {
+  for (const auto& field : golden.problem.fields()) {
+    golden.problem.*field.tensor = file.tensors["in." + file_name(field.name)];
+  }
+  for (const auto& field : golden.expected.fields()) {
+    golden.expected.*field.tensor = file.tensors["out." + file_name(field.name)];
+  }
+  golden.problem.cu_seqlens = offsets_tensor(golden.problem.spec.cu_seqlens);
+  golden.expected.implementation = "golden";
+}
+
 GoldenCase golden_case(const std::string& path) {
   SafeTensors file = read_safetensors(path);
   const json meta = json::parse(file.metadata["case"]);
@@ -100,31 +121,7 @@ GoldenCase golden_case(const std::string& path) {
   spec.options.gate_in_kernel = meta.value("gate_in_kernel", false);
   spec.options.lower_bound = meta.value("lower_bound", DeltaRuleOptions::kUnset);
 
-  DeltaRuleCase& problem = result.problem;
-  problem.q = file.tensors["in.q"];
-  problem.k = file.tensors["in.k"];
-  problem.v = file.tensors["in.v"];
-  problem.g = file.tensors["in.g"];
-  problem.beta = file.tensors["in.beta"];
-  problem.a_log = file.tensors["in.A_log"];
-  problem.dt_bias = file.tensors["in.dt_bias"];
-  problem.initial_state = file.tensors["in.h0"];
-  problem.d_o = file.tensors["in.do"];
-  problem.d_final_state = file.tensors["in.dht"];
-  problem.cu_seqlens = offsets_tensor(spec.cu_seqlens);
-
-  DeltaRuleResults& expected = result.expected;
-  expected.implementation = "golden";
-  expected.o = file.tensors["out.o"];
-  expected.final_state = file.tensors["out.ht"];
-  expected.dq = file.tensors["out.dq"];
-  expected.dk = file.tensors["out.dk"];
-  expected.dv = file.tensors["out.dv"];
-  expected.dg = file.tensors["out.dg"];
-  expected.dbeta = file.tensors["out.dbeta"];
-  expected.da_log = file.tensors["out.dA_log"];
-  expected.ddt_bias = file.tensors["out.ddt_bias"];
-  expected.d_initial_state = file.tensors["out.dh0"];
+  take_tensors(file, result);
   return result;
 }
 
@@ -143,33 +140,7 @@ TttLinearGoldenCase ttt_linear_golden_case(const std::string& path) {
   spec.options.scale = meta.value("scale", TttLinearOptions::kUnset);
   spec.options.mini_batch = meta.value("chunk_size", 16);
 
-  TttLinearCase& problem = result.problem;
-  problem.q = file.tensors["in.q"];
-  problem.k = file.tensors["in.k"];
-  problem.v = file.tensors["in.v"];
-  problem.w = file.tensors["in.w"];
-  problem.b = file.tensors["in.b"];
-  problem.eta = file.tensors["in.eta"];
-  problem.initial_state = file.tensors["in.h0"];
-  problem.initial_state_bias = file.tensors["in.hb0"];
-  problem.d_o = file.tensors["in.do"];
-  problem.d_final_state = file.tensors["in.dht"];
-  problem.d_final_state_bias = file.tensors["in.dhbt"];
-  problem.cu_seqlens = offsets_tensor(spec.cu_seqlens);
-
-  TttLinearResults& expected = result.expected;
-  expected.implementation = "golden";
-  expected.o = file.tensors["out.o"];
-  expected.final_state = file.tensors["out.ht"];
-  expected.final_state_bias = file.tensors["out.hbt"];
-  expected.dq = file.tensors["out.dq"];
-  expected.dk = file.tensors["out.dk"];
-  expected.dv = file.tensors["out.dv"];
-  expected.dw = file.tensors["out.dw"];
-  expected.db = file.tensors["out.db"];
-  expected.deta = file.tensors["out.deta"];
-  expected.d_initial_state = file.tensors["out.dh0"];
-  expected.d_initial_state_bias = file.tensors["out.dhb0"];
+  take_tensors(file, result);
   return result;
 }
 

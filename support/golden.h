@@ -33,4 +33,16 @@ struct TttLinearGoldenCase {
 // Every case of TTT-linear in the folder (ttt_*), by name.
 std::vector<TttLinearGoldenCase> load_ttt_linear_golden(const std::string& folder);
 
+// A step leaves the last mini-batch of a sequence open where the golden answer extends it to its full length: its states
+// then have no answer.
+template <class Results>
+void drop_open_states(Results& results) {
+  const Tensor* const position = results.find("position");
+  for (int64_t n = 0; position != nullptr && n < position->size(); ++n) {
+    if ((*position)[n] == 0) continue;
+    for (Tensor* state : results.of(Part::kEnd)) *state = {};
+    return;
+  }
+}
+
 }  // namespace fastweight::support

@@ -23,9 +23,9 @@ size_t byte_extent(const TensorView& view) {
 
 }  // namespace
 
-Placement::Placement(std::vector<PlacedView> views, Device device) {
+Placement::Placement(std::vector<NamedView> views, Device device) {
   size_t end = 0;
-  for (const PlacedView& placed : views) {
+  for (const NamedView& placed : views) {
     TensorView& view = *placed.view;
     if (!view.present()) continue;
     view.device = device;
@@ -41,7 +41,7 @@ Placement::Placement(std::vector<PlacedView> views, Device device) {
   buffer_ = std::make_unique<DeviceBuffer>(staged_.size());
   buffer_->upload(staged_.data(), staged_.size());
   size_t next = 0;
-  for (const PlacedView& placed : views) {
+  for (const NamedView& placed : views) {
     if (byte_extent(*placed.view) > 0) placed.view->data = buffer_->data() + blocks_[next++].at;
   }
 }

@@ -1,4 +1,4 @@
-// Runs a call on host tensors on whatever device the context names: for CUDA, the tensors are copied there and back.
+// Host tensors in device memory: copies for a call, which are checked and copied back, and single tensors.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,9 @@
 
 namespace fastweight::support {
 
-struct PlacedView {
+// A tensor of a call.
+struct NamedView {
+  const char* name;
   TensorView* view;
   bool written;
 };
@@ -22,7 +24,7 @@ struct PlacedView {
 // up to 256 bytes, and with guard zones around it. The views are redirected to the copies.
 class Placement {
  public:
-  Placement(std::vector<PlacedView> views, Device device);
+  Placement(std::vector<NamedView> views, Device device);
 
   // Waits for the stream and copies what was written back to the host. Throws std::runtime_error if a guard zone or an
   // input has changed.
@@ -54,15 +56,5 @@ class DeviceCopy {
   TensorView view_;
   std::unique_ptr<DeviceBuffer> buffer_;
 };
-
-// entry(context, args) with the tensors of `args` on the context's device. views_of(args) names them.
-template <class Args, class Entry, class ViewsOf>
-std::string run_placed(const Context& context, Args args, const Entry& entry, const ViewsOf& views_of) {
-  if (context.device.type == DeviceType::kCpu) return entry(context, args);
-  Placement placement(views_of(args), context.device);
-  const std::string implementation = entry(context, args);
-  placement.finish(context.stream);
-  return implementation;
-}
 
 }  // namespace fastweight::support

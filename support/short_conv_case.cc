@@ -1,8 +1,6 @@
 #include "support/short_conv_case.h"
 
-#include <array>
-
-#include "support/random.h"
+#include <sstream>
 
 namespace fastweight::support {
 namespace {
@@ -10,55 +8,51 @@ namespace {
 // Every tensor has its own stream: leaving one out does not change the others.
 enum Stream : uint64_t { kX = 1, kW, kBias, kResidual, kInitialState, kDY, kDFinalState };
 
-std::vector<int64_t> state_shape(const ShortConvSpec& spec) {
-  const int64_t N = spec.cu_seqlens.empty() ? spec.B : static_cast<int64_t>(spec.cu_seqlens.size()) - 1;
-  return {N, spec.D, spec.W};
-}
-
-std::vector<PlacedView> with_inputs(ShortConvInputs& in, std::vector<PlacedView> views) {
-  for (TensorView* view : {&in.x, &in.w, &in.bias, &in.initial_state, &in.cu_seqlens}) views.push_back({view, false});
-  return views;
-}
+std::vector<int64_t> state_shape(const ShortConvSpec& spec) { return {num_sequences(spec), spec.D, spec.W}; }
 
 }  // namespace
 
-std::vector<PlacedView> views_of(ShortConvForward& args) {
-  return with_inputs(args.in, {{&args.residual, false}, {&args.y, true}, {&args.final_state, true}});
+std::string describe(const ShortConvSpec& spec) {
+  std::ostringstream out;
+  out << "short_conv B=" << spec.B << " T=" << spec.T << " D=" << spec.D << " W=" << spec.W << " "
+      << name_of(spec.dtype) << " parameters " << name_of(spec.parameter_dtype);
+  out << describe_lengths(spec.cu_seqlens);
+  if (spec.options.activation == Activation::kSilu) out << " silu";
+  if (!spec.bias) out << " no_bias";
+  if (!spec.residual) out << " no_residual";
+  if (!spec.initial_state) out << " no_initial_state";
+  return out.str();
 }
 
-std::vector<PlacedView> views_of(ShortConvBackward& args) {
-  return with_inputs(args.in, {{&args.dy, false},
-                               {&args.d_final_state, false},
-                               {&args.dx, true},
-                               {&args.dw, true},
-                               {&args.dbias, true},
-                               {&args.d_initial_state, true}});
+std::span<const CaseTensor<ShortConvCase>> ShortConvCase::fields() {
+  using Self = ShortConvCase;
+  static constexpr CaseTensor<Self> kFields[] = {
+      {"x", &Self::x},
+      {"w", &Self::w, Part::kCall},
+      {"bias", &Self::bias, Part::kCall},
+      {"residual", &Self::residual},
+      {"initial_state", &Self::initial_state, Part::kStart},
+      {"cu_seqlens", &Self::cu_seqlens, Part::kCall},
+      {"dy", &Self::dy},
+      {"d_final_state", &Self::d_final_state, Part::kEnd},
+  };
+  return kFields;
 }
 
-std::vector<PlacedView> views_of(ShortConvStep& args) {
-  return with_inputs(args.in,
-                     {{&args.residual, false}, {&args.state, true}, {&args.state_indices, false}, {&args.y, true}});
+std::span<const CaseTensor<ShortConvResults>> ShortConvResults::fields() {
+  using Self = ShortConvResults;
+  static constexpr CaseTensor<Self> kFields[] = {
+      {"y", &Self::y},
+      {"final_state", &Self::final_state, Part::kEnd},
+      {"dx", &Self::dx},
+      {"dw", &Self::dw, Part::kCall},
+      {"dbias", &Self::dbias, Part::kCall},
+      {"d_initial_state", &Self::d_initial_state, Part::kStart},
+  };
+  return kFields;
 }
 
-std::string run(const Context& context, const ShortConvForward& args) {
-  return run_placed(context, args, short_conv_forward, [](ShortConvForward& x) { return views_of(x); });
-}
-std::string run(const Context& context, const ShortConvBackward& args) {
-  return run_placed(context, args, short_conv_backward, [](ShortConvBackward& x) { return views_of(x); });
-}
-std::string run(const Context& context, const ShortConvStep& args) {
-  return run_placed(context, args, short_conv_step, [](ShortConvStep& x) { return views_of(x); });
-}
-
-ShortConvInputs ShortConvCase::inputs() const {
-  ShortConvInputs in;
-  in.x = x.view();
-  in.w = w.view();
-  in.bias = bias.view();
-  in.initial_state = initial_state.view();
-  in.cu_seqlens = cu_seqlens.view();
-  return in;
-}
+ShortConvInputs ShortConvCase::inputs() const { return bound<ShortConvForward>(*this, ShortConvResults()).in; }
 
 ShortConvCase draw(const ShortConvSpec& spec, uint64_t seed) {
   const std::vector<int64_t> rows{spec.B, spec.T, spec.D};
@@ -75,105 +69,47 @@ ShortConvCase draw(const ShortConvSpec& spec, uint64_t seed) {
   return result;
 }
 
-ShortConvCase in_double(const ShortConvCase& problem) {
-  ShortConvCase result = problem;
-  result.spec.dtype = DType::kF64;
-  result.spec.parameter_dtype = DType::kF64;
-  for (Tensor* tensor : {&result.x, &result.w, &result.bias, &result.residual, &result.initial_state, &result.dy,
-                         &result.d_final_state}) {
-    *tensor = tensor->to(DType::kF64);
-  }
-  return result;
-}
-
-std::vector<std::pair<std::string, const Tensor*>> ShortConvResults::named() const {
-  const std::array<std::pair<const char*, const Tensor*>, 6> all{{{"y", &y},
-                                                                  {"final_state", &final_state},
-                                                                  {"dx", &dx},
-                                                                  {"dw", &dw},
-                                                                  {"dbias", &dbias},
-                                                                  {"d_initial_state", &d_initial_state}}};
-  std::vector<std::pair<std::string, const Tensor*>> result;
-  for (const auto& [name, tensor] : all) {
-    if (tensor->present()) result.emplace_back(name, tensor);
-  }
-  return result;
-}
-
-ShortConvResults forward_outputs(const ShortConvCase& problem) {
-  ShortConvResults outputs;
-  outputs.y = poisoned_like(problem.x);
-  outputs.final_state = poisoned(problem.spec.dtype, state_shape(problem.spec));
-  return outputs;
-}
-
-ShortConvResults backward_outputs(const ShortConvCase& problem) {
-  ShortConvResults outputs;
-  outputs.dx = poisoned_like(problem.x);
-  outputs.dw = poisoned_like(problem.w);
-  outputs.dbias = poisoned_like(problem.bias);
-  outputs.d_initial_state = poisoned_like(problem.initial_state);
-  return outputs;
-}
-
-ShortConvResults step_outputs(const ShortConvCase& problem) {
+ShortConvResults outputs_of(Mode mode, const ShortConvCase& problem) {
   const ShortConvSpec& spec = problem.spec;
   ShortConvResults outputs;
+  if (mode == Mode::kBackward) {
+    add_gradients<ShortConvBackward>(problem, outputs);
+    return outputs;
+  }
   outputs.y = poisoned_like(problem.x);
-  outputs.final_state = problem.initial_state.present() ? problem.initial_state : Tensor(spec.dtype, state_shape(spec));
+  if (mode == Mode::kForward) {
+    outputs.final_state = poisoned(spec.dtype, state_shape(spec));
+  } else {
+    outputs.final_state =
+        problem.initial_state.present() ? problem.initial_state : Tensor(spec.dtype, state_shape(spec));
+  }
   return outputs;
 }
 
-ShortConvForward forward_args(const ShortConvCase& problem, const ShortConvResults& outputs) {
-  ShortConvForward args;
-  args.in = problem.inputs();
-  args.options = problem.spec.options;
-  args.residual = problem.residual.view();
-  args.y = outputs.y.view();
-  args.final_state = outputs.final_state.view();
-  return args;
-}
-
-ShortConvBackward backward_args(const ShortConvCase& problem, const ShortConvResults& outputs) {
-  ShortConvBackward args;
-  args.in = problem.inputs();
-  args.options = problem.spec.options;
-  args.dy = problem.dy.view();
-  args.d_final_state = problem.d_final_state.view();
-  args.dx = outputs.dx.view();
-  args.dw = outputs.dw.view();
-  args.dbias = outputs.dbias.view();
-  args.d_initial_state = outputs.d_initial_state.view();
-  return args;
-}
-
-ShortConvStep step_args(const ShortConvCase& problem, const ShortConvResults& outputs) {
-  ShortConvStep args;
-  args.in = problem.inputs();
-  args.in.initial_state = {};
-  args.options = problem.spec.options;
-  args.residual = problem.residual.view();
-  args.state = outputs.final_state.view();
-  args.y = outputs.y.view();
-  return args;
+Call call_of(Mode mode, const ShortConvCase& problem, const ShortConvResults& outputs) {
+  if (mode == Mode::kForward) return bound_call(short_conv_forward, problem, outputs);
+  if (mode == Mode::kBackward) return bound_call(short_conv_backward, problem, outputs);
+  return bound_call(short_conv_step, problem, outputs);
 }
 
 ShortConvResults forward(const ShortConvCase& problem, const Context& context) {
-  ShortConvResults results = forward_outputs(problem);
-  results.implementation = run(context, forward_args(problem, results));
-  return results;
+  return run(Mode::kForward, problem, context);
 }
 
 ShortConvResults backward(const ShortConvCase& problem, const Context& context) {
-  ShortConvResults results = backward_outputs(problem);
-  results.implementation = run(context, backward_args(problem, results));
-  return results;
+  return run(Mode::kBackward, problem, context);
 }
 
 ShortConvResults step(const ShortConvCase& problem, const Context& context) {
-  ShortConvResults results = step_outputs(problem);
-  results.implementation = run(context, step_args(problem, results));
-  return results;
+  return run(Mode::kStep, problem, context);
+}
+
+Tolerance tolerance(const ShortConvCase& problem, const ShortConvResults&, const std::string&, DType result_type) {
+  constexpr double kSmallest = 1e-12;
+  if (result_type == DType::kBF16) return {3e-3, kSmallest};
+  if (result_type == DType::kF16) return {4e-4, kSmallest};
+  const bool in_double = problem.spec.dtype == DType::kF64 && result_type == DType::kF64;
+  return {in_double ? 1e-12 : 2e-6, kSmallest};
 }
 
 }  // namespace fastweight::support

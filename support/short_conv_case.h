@@ -3,12 +3,11 @@
 
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "core/short_conv_fields.h"
 #include "fastweight/short_conv.h"
-#include "support/placement.h"
-#include "support/tensor.h"
+#include "support/case.h"
 
 namespace fastweight::support {
 
@@ -23,54 +22,58 @@ struct ShortConvSpec {
   bool bias = true;
   bool residual = true;
   bool initial_state = true;
+
+  void set_types(DType type) { dtype = parameter_dtype = type; }
 };
 
-struct ShortConvCase {
+std::string describe(const ShortConvSpec& spec);
+inline std::vector<ImplementationInfo> implementations_of(const ShortConvSpec&) { return short_conv_implementations(); }
+
+struct ShortConvCase : TensorsByName<ShortConvCase> {
   ShortConvSpec spec;
   Tensor x, w, bias, residual, initial_state, cu_seqlens;
   Tensor dy, d_final_state;
 
+  static std::span<const CaseTensor<ShortConvCase>> fields();
   ShortConvInputs inputs() const;
 };
 
 // Draws the data, the same for the same seed on every machine: all of it N(0,1).
 ShortConvCase draw(const ShortConvSpec& spec, uint64_t seed);
 
-// The same values in fp64 throughout: what the reference is given to be the oracle.
-ShortConvCase in_double(const ShortConvCase& problem);
-
 // Results by name; a tensor that does not apply is absent.
-struct ShortConvResults {
+struct ShortConvResults : TensorsByName<ShortConvResults> {
   std::string implementation;
   Tensor y, final_state;
   Tensor dx, dw, dbias, d_initial_state;
 
-  // The present tensors with their names, in the order above.
-  std::vector<std::pair<std::string, const Tensor*>> named() const;
+  static std::span<const CaseTensor<ShortConvResults>> fields();
 };
 
-// A call on host tensors on the context's device; for CUDA, the tensors are copied there and back (placement.h).
-std::vector<PlacedView> views_of(ShortConvForward& args);
-std::vector<PlacedView> views_of(ShortConvBackward& args);
-std::vector<PlacedView> views_of(ShortConvStep& args);
-std::string run(const Context& context, const ShortConvForward& args);
-std::string run(const Context& context, const ShortConvBackward& args);
-std::string run(const Context& context, const ShortConvStep& args);
+// Calls of the public API with tensors in host memory, on whatever device the context names.
+inline std::string run(const Context& context, const ShortConvForward& args) {
+  return Call(short_conv_forward, args).run(context);
+}
+inline std::string run(const Context& context, const ShortConvBackward& args) {
+  return Call(short_conv_backward, args).run(context);
+}
+inline std::string run(const Context& context, const ShortConvStep& args) {
+  return Call(short_conv_step, args).run(context);
+}
 
-// Outputs are poisoned with NaN and have the types of x, w, bias and the initial state; the state of a step starts as
-// the initial state (absent: 0).
-ShortConvResults forward_outputs(const ShortConvCase& problem);
-ShortConvResults backward_outputs(const ShortConvCase& problem);
-ShortConvResults step_outputs(const ShortConvCase& problem);
+// Results have the types of x, w, bias and the initial state; the state of a step starts as the initial state (absent:
+// 0).
+ShortConvResults outputs_of(Mode mode, const ShortConvCase& problem);
 
-// The call on these tensors. A step decodes all T tokens in one call.
-ShortConvForward forward_args(const ShortConvCase& problem, const ShortConvResults& outputs);
-ShortConvBackward backward_args(const ShortConvCase& problem, const ShortConvResults& outputs);
-ShortConvStep step_args(const ShortConvCase& problem, const ShortConvResults& outputs);
+// A step decodes all T tokens in one call.
+Call call_of(Mode mode, const ShortConvCase& problem, const ShortConvResults& outputs);
 
-// All three: outputs, arguments, run.
 ShortConvResults forward(const ShortConvCase& problem, const Context& context);
 ShortConvResults backward(const ShortConvCase& problem, const Context& context);
 ShortConvResults step(const ShortConvCase& problem, const Context& context);
+
+// What a result in this type may be off the reference in double on the same rounded inputs: a few units of the type.
+Tolerance tolerance(const ShortConvCase& problem, const ShortConvResults& expected, const std::string& tensor,
+                    DType result_type);
 
 }  // namespace fastweight::support

@@ -1,8 +1,6 @@
 #include "support/ttt_linear_case.h"
 
-#include <array>
-
-#include "support/random.h"
+#include <sstream>
 
 namespace fastweight::support {
 namespace {
@@ -27,67 +25,70 @@ DType wide(const TttLinearSpec& spec) { return accumulator_type(spec.dtype); }
 std::vector<int64_t> state_shape(const TttLinearSpec& spec) { return {num_sequences(spec), spec.H, spec.D, spec.D}; }
 std::vector<int64_t> bias_shape(const TttLinearSpec& spec) { return {num_sequences(spec), spec.H, 1, spec.D}; }
 
-std::vector<PlacedView> with_inputs(TttLinearInputs& in, std::vector<PlacedView> views) {
-  for (TensorView* view :
-       {&in.q, &in.k, &in.v, &in.w, &in.b, &in.eta, &in.initial_state, &in.initial_state_bias, &in.cu_seqlens}) {
-    views.push_back({view, false});
-  }
-  return views;
+void set_open(TttLinearResults& results, const TttLinearOpen& open) {
+  results.final_state = open.state;
+  results.final_state_bias = open.state_bias;
+  results.gradient = open.gradient;
+  results.gradient_bias = open.gradient_bias;
+  results.position = open.position;
 }
 
 }  // namespace
 
-std::vector<PlacedView> views_of(TttLinearForward& args) {
-  return with_inputs(args.in, {{&args.o, true}, {&args.final_state, true}, {&args.final_state_bias, true}});
+std::string describe(const TttLinearSpec& spec) {
+  std::ostringstream out;
+  out << "ttt_linear B=" << spec.B << " T=" << spec.T << " H=" << spec.H << " D=" << spec.D
+      << " C=" << spec.options.mini_batch << " " << name_of(spec.dtype) << " parameters "
+      << name_of(spec.parameter_dtype);
+  out << describe_lengths(spec.cu_seqlens);
+  if (spec.options.scale != TttLinearOptions::kUnset) out << " scale=" << spec.options.scale;
+  if (spec.options.eps != TttLinearOptions{}.eps) out << " eps=" << spec.options.eps;
+  if (!spec.initial_state) out << " no_initial_state";
+  if (!spec.initial_state_bias) out << " no_initial_state_bias";
+  return out.str();
 }
 
-std::vector<PlacedView> views_of(TttLinearBackward& args) {
-  return with_inputs(args.in, {{&args.d_o, false},
-                               {&args.d_final_state, false},
-                               {&args.d_final_state_bias, false},
-                               {&args.dq, true},
-                               {&args.dk, true},
-                               {&args.dv, true},
-                               {&args.dw, true},
-                               {&args.db, true},
-                               {&args.deta, true},
-                               {&args.d_initial_state, true},
-                               {&args.d_initial_state_bias, true}});
+std::span<const CaseTensor<TttLinearCase>> TttLinearCase::fields() {
+  using Self = TttLinearCase;
+  static constexpr CaseTensor<Self> kFields[] = {
+      {"q", &Self::q},
+      {"k", &Self::k},
+      {"v", &Self::v},
+      {"w", &Self::w, Part::kCall},
+      {"b", &Self::b, Part::kCall},
+      {"eta", &Self::eta},
+      {"initial_state", &Self::initial_state, Part::kStart},
+      {"initial_state_bias", &Self::initial_state_bias, Part::kStart},
+      {"cu_seqlens", &Self::cu_seqlens, Part::kCall},
+      {"d_o", &Self::d_o},
+      {"d_final_state", &Self::d_final_state, Part::kEnd},
+      {"d_final_state_bias", &Self::d_final_state_bias, Part::kEnd},
+  };
+  return kFields;
 }
 
-std::vector<PlacedView> views_of(TttLinearStep& args) {
-  return with_inputs(args.in, {{&args.state, true},
-                               {&args.state_bias, true},
-                               {&args.gradient, true},
-                               {&args.gradient_bias, true},
-                               {&args.position, true},
-                               {&args.state_indices, false},
-                               {&args.o, true}});
+std::span<const CaseTensor<TttLinearResults>> TttLinearResults::fields() {
+  using Self = TttLinearResults;
+  static constexpr CaseTensor<Self> kFields[] = {
+      {"o", &Self::o},
+      {"final_state", &Self::final_state, Part::kEnd},
+      {"final_state_bias", &Self::final_state_bias, Part::kEnd},
+      {"gradient", &Self::gradient, Part::kEnd},
+      {"gradient_bias", &Self::gradient_bias, Part::kEnd},
+      {"position", &Self::position, Part::kEnd},
+      {"dq", &Self::dq},
+      {"dk", &Self::dk},
+      {"dv", &Self::dv},
+      {"dw", &Self::dw, Part::kCall},
+      {"db", &Self::db, Part::kCall},
+      {"deta", &Self::deta},
+      {"d_initial_state", &Self::d_initial_state, Part::kStart},
+      {"d_initial_state_bias", &Self::d_initial_state_bias, Part::kStart},
+  };
+  return kFields;
 }
 
-std::string run(const Context& context, const TttLinearForward& args) {
-  return run_placed(context, args, ttt_linear_forward, [](TttLinearForward& x) { return views_of(x); });
-}
-std::string run(const Context& context, const TttLinearBackward& args) {
-  return run_placed(context, args, ttt_linear_backward, [](TttLinearBackward& x) { return views_of(x); });
-}
-std::string run(const Context& context, const TttLinearStep& args) {
-  return run_placed(context, args, ttt_linear_step, [](TttLinearStep& x) { return views_of(x); });
-}
-
-TttLinearInputs TttLinearCase::inputs() const {
-  TttLinearInputs in;
-  in.q = q.view();
-  in.k = k.view();
-  in.v = v.view();
-  in.w = w.view();
-  in.b = b.view();
-  in.eta = eta.view();
-  in.initial_state = initial_state.view();
-  in.initial_state_bias = initial_state_bias.view();
-  in.cu_seqlens = cu_seqlens.view();
-  return in;
-}
+TttLinearInputs TttLinearCase::inputs() const { return bound<TttLinearForward>(*this, TttLinearResults()).in; }
 
 TttLinearCase draw(const TttLinearSpec& spec, uint64_t seed) {
   const std::vector<int64_t> rows{spec.B, spec.T, spec.H, spec.D};
@@ -115,39 +116,6 @@ TttLinearCase draw(const TttLinearSpec& spec, uint64_t seed) {
   return result;
 }
 
-TttLinearCase in_double(const TttLinearCase& problem) {
-  TttLinearCase result = problem;
-  result.spec.dtype = DType::kF64;
-  result.spec.parameter_dtype = DType::kF64;
-  for (Tensor* tensor : {&result.q, &result.k, &result.v, &result.w, &result.b, &result.eta, &result.initial_state,
-                         &result.initial_state_bias, &result.d_o, &result.d_final_state, &result.d_final_state_bias}) {
-    *tensor = tensor->to(DType::kF64);
-  }
-  return result;
-}
-
-std::vector<std::pair<std::string, const Tensor*>> TttLinearResults::named() const {
-  const std::array<std::pair<const char*, const Tensor*>, 14> all{{{"o", &o},
-                                                                   {"final_state", &final_state},
-                                                                   {"final_state_bias", &final_state_bias},
-                                                                   {"gradient", &gradient},
-                                                                   {"gradient_bias", &gradient_bias},
-                                                                   {"position", &position},
-                                                                   {"dq", &dq},
-                                                                   {"dk", &dk},
-                                                                   {"dv", &dv},
-                                                                   {"dw", &dw},
-                                                                   {"db", &db},
-                                                                   {"deta", &deta},
-                                                                   {"d_initial_state", &d_initial_state},
-                                                                   {"d_initial_state_bias", &d_initial_state_bias}}};
-  std::vector<std::pair<std::string, const Tensor*>> result;
-  for (const auto& [name, tensor] : all) {
-    if (tensor->present()) result.emplace_back(name, tensor);
-  }
-  return result;
-}
-
 TttLinearOpen opened(const TttLinearCase& problem) {
   const TttLinearSpec& spec = problem.spec;
   TttLinearOpen open;
@@ -161,102 +129,61 @@ TttLinearOpen opened(const TttLinearCase& problem) {
   return open;
 }
 
-TttLinearResults forward_outputs(const TttLinearCase& problem) {
+TttLinearResults outputs_of(Mode mode, const TttLinearCase& problem) {
   const TttLinearSpec& spec = problem.spec;
   TttLinearResults outputs;
-  outputs.o = poisoned(spec.dtype, problem.v.shape());
+  if (mode == Mode::kBackward) {
+    add_gradients<TttLinearBackward>(problem, outputs);
+    return outputs;
+  }
+  outputs.o = poisoned_like(problem.v);
+  if (mode == Mode::kStep) {
+    set_open(outputs, opened(problem));
+    return outputs;
+  }
   outputs.final_state = poisoned(wide(spec), state_shape(spec));
   outputs.final_state_bias = poisoned(wide(spec), bias_shape(spec));
   return outputs;
 }
 
-TttLinearResults backward_outputs(const TttLinearCase& problem) {
-  const TttLinearSpec& spec = problem.spec;
-  TttLinearResults outputs;
-  outputs.dq = poisoned_like(problem.q);
-  outputs.dk = poisoned_like(problem.k);
-  outputs.dv = poisoned_like(problem.v);
-  outputs.dw = poisoned_like(problem.w);
-  outputs.db = poisoned_like(problem.b);
-  outputs.deta = poisoned_like(problem.eta);
-  if (problem.initial_state.present()) outputs.d_initial_state = poisoned(wide(spec), state_shape(spec));
-  if (problem.initial_state_bias.present()) outputs.d_initial_state_bias = poisoned(wide(spec), bias_shape(spec));
-  return outputs;
-}
-
-TttLinearResults step_outputs(const TttLinearCase& problem, const TttLinearOpen& open) {
-  TttLinearResults outputs;
-  outputs.o = poisoned(problem.spec.dtype, problem.v.shape());
-  outputs.final_state = open.state;
-  outputs.final_state_bias = open.state_bias;
-  outputs.gradient = open.gradient;
-  outputs.gradient_bias = open.gradient_bias;
-  outputs.position = open.position;
-  return outputs;
-}
-
-TttLinearForward forward_args(const TttLinearCase& problem, const TttLinearResults& outputs) {
-  TttLinearForward args;
-  args.in = problem.inputs();
-  args.options = problem.spec.options;
-  args.o = outputs.o.view();
-  args.final_state = outputs.final_state.view();
-  args.final_state_bias = outputs.final_state_bias.view();
-  return args;
-}
-
-TttLinearBackward backward_args(const TttLinearCase& problem, const TttLinearResults& outputs) {
-  TttLinearBackward args;
-  args.in = problem.inputs();
-  args.options = problem.spec.options;
-  args.d_o = problem.d_o.view();
-  args.d_final_state = problem.d_final_state.view();
-  args.d_final_state_bias = problem.d_final_state_bias.view();
-  args.dq = outputs.dq.view();
-  args.dk = outputs.dk.view();
-  args.dv = outputs.dv.view();
-  args.dw = outputs.dw.view();
-  args.db = outputs.db.view();
-  args.deta = outputs.deta.view();
-  args.d_initial_state = outputs.d_initial_state.view();
-  args.d_initial_state_bias = outputs.d_initial_state_bias.view();
-  return args;
-}
-
-TttLinearStep step_args(const TttLinearCase& problem, const TttLinearResults& outputs) {
-  TttLinearStep args;
-  args.in = problem.inputs();
-  args.in.initial_state = args.in.initial_state_bias = {};
-  args.options = problem.spec.options;
-  args.state = outputs.final_state.view();
-  args.state_bias = outputs.final_state_bias.view();
-  args.gradient = outputs.gradient.view();
-  args.gradient_bias = outputs.gradient_bias.view();
-  args.position = outputs.position.view();
-  args.o = outputs.o.view();
-  return args;
+Call call_of(Mode mode, const TttLinearCase& problem, const TttLinearResults& outputs) {
+  if (mode == Mode::kForward) return bound_call(ttt_linear_forward, problem, outputs);
+  if (mode == Mode::kBackward) return bound_call(ttt_linear_backward, problem, outputs);
+  return bound_call(ttt_linear_step, problem, outputs);
 }
 
 TttLinearResults forward(const TttLinearCase& problem, const Context& context) {
-  TttLinearResults results = forward_outputs(problem);
-  results.implementation = run(context, forward_args(problem, results));
-  return results;
+  return run(Mode::kForward, problem, context);
 }
 
 TttLinearResults backward(const TttLinearCase& problem, const Context& context) {
-  TttLinearResults results = backward_outputs(problem);
-  results.implementation = run(context, backward_args(problem, results));
-  return results;
+  return run(Mode::kBackward, problem, context);
 }
 
 TttLinearResults step(const TttLinearCase& problem, const Context& context) {
-  return step(problem, opened(problem), context);
+  return run(Mode::kStep, problem, context);
 }
 
 TttLinearResults step(const TttLinearCase& problem, const TttLinearOpen& open, const Context& context) {
-  TttLinearResults results = step_outputs(problem, open);
-  results.implementation = run(context, step_args(problem, results));
+  TttLinearResults results = outputs_of(Mode::kStep, problem);
+  set_open(results, open);
+  results.implementation = call_of(Mode::kStep, problem, results).run(context);
   return results;
+}
+
+Tolerance tolerance(const TttLinearCase& problem, const TttLinearResults&, const std::string& tensor,
+                    DType result_type) {
+  const DType dtype = problem.spec.dtype;
+  if (dtype == DType::kF64 && result_type == DType::kF64) return {1e-10, 1e-13};
+  Tolerance result{1e-5, 1e-6};
+  if (is_16_bit(dtype) || is_16_bit(result_type)) {
+    result.relative = tensor == "dk"                                  ? 1e-2
+                      : tensor == "dv" || tensor == "d_initial_state" ? 7e-3
+                      : tensor == "dw" || tensor == "db"              ? 6e-3
+                      : tensor == "deta"                              ? 3e-2
+                                                                      : 5e-3;
+  }
+  return result;
 }
 
 }  // namespace fastweight::support

@@ -4,12 +4,11 @@
 
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "core/ttt_linear_fields.h"
 #include "fastweight/ttt_linear.h"
-#include "support/placement.h"
-#include "support/tensor.h"
+#include "support/case.h"
 
 namespace fastweight::support {
 
@@ -23,54 +22,46 @@ struct TttLinearSpec {
   DType parameter_dtype = DType::kF32;  // w, b and eta
   bool initial_state = true;
   bool initial_state_bias = true;
+
+  void set_types(DType type) { dtype = parameter_dtype = type; }
 };
 
-struct TttLinearCase {
+std::string describe(const TttLinearSpec& spec);
+inline std::vector<ImplementationInfo> implementations_of(const TttLinearSpec&) { return ttt_linear_implementations(); }
+
+struct TttLinearCase : TensorsByName<TttLinearCase> {
   TttLinearSpec spec;
   Tensor q, k, v, w, b, eta, initial_state, initial_state_bias, cu_seqlens;
   Tensor d_o, d_final_state, d_final_state_bias;
 
+  static std::span<const CaseTensor<TttLinearCase>> fields();
   TttLinearInputs inputs() const;
-
-  std::vector<Tensor*> per_token() { return {&q, &k, &v, &eta, &d_o}; }
-  std::vector<Tensor*> initial_states() { return {&initial_state, &initial_state_bias}; }
-  std::vector<Tensor*> final_gradients() { return {&d_final_state, &d_final_state_bias}; }
 };
 
 // Draws the data, the same for the same seed on every machine. k has unit norm, eta is 0.005 N(0,1), the gradients of
 // the results are U(0,1), all else N(0,1). eta is [B, T, H, 1] and the biases of states are [N, H, 1, D].
 TttLinearCase draw(const TttLinearSpec& spec, uint64_t seed);
 
-// The same values in fp64 throughout: what the reference is given to be the oracle.
-TttLinearCase in_double(const TttLinearCase& problem);
-
 // Results by name; a tensor that does not apply is absent.
-struct TttLinearResults {
+struct TttLinearResults : TensorsByName<TttLinearResults> {
   std::string implementation;
   Tensor o, final_state, final_state_bias;
   Tensor gradient, gradient_bias, position;  // of a step
   Tensor dq, dk, dv, dw, db, deta, d_initial_state, d_initial_state_bias;
 
-  // The present tensors with their names, in the order above.
-  std::vector<std::pair<std::string, const Tensor*>> named() const;
-
-  std::vector<Tensor*> per_token() { return {&o, &dq, &dk, &dv, &deta}; }
-  std::vector<Tensor*> final_states() {
-    return {&final_state, &final_state_bias, &gradient, &gradient_bias, &position};
-  }
-  std::vector<Tensor*> initial_gradients() { return {&d_initial_state, &d_initial_state_bias}; }
-  std::vector<Tensor*> of_the_call() { return {&dw, &db}; }
+  static std::span<const CaseTensor<TttLinearResults>> fields();
 };
 
-// The tensors of a call, and which of them it writes.
-std::vector<PlacedView> views_of(TttLinearForward& args);
-std::vector<PlacedView> views_of(TttLinearBackward& args);
-std::vector<PlacedView> views_of(TttLinearStep& args);
-
 // Calls of the public API with tensors in host memory, on whatever device the context names.
-std::string run(const Context& context, const TttLinearForward& args);
-std::string run(const Context& context, const TttLinearBackward& args);
-std::string run(const Context& context, const TttLinearStep& args);
+inline std::string run(const Context& context, const TttLinearForward& args) {
+  return Call(ttt_linear_forward, args).run(context);
+}
+inline std::string run(const Context& context, const TttLinearBackward& args) {
+  return Call(ttt_linear_backward, args).run(context);
+}
+inline std::string run(const Context& context, const TttLinearStep& args) {
+  return Call(ttt_linear_step, args).run(context);
+}
 
 // What a step reads and writes of its sequences.
 struct TttLinearOpen {
@@ -80,22 +71,21 @@ struct TttLinearOpen {
 // The initial state of the problem (absent: 0), with no token in the open mini-batch.
 TttLinearOpen opened(const TttLinearCase& problem);
 
-// Outputs are poisoned with NaN. Results have q's type (gradients of w, b, eta: theirs), the states fp32, or fp64 for a
-// problem in double. Those of a step hold `open`: after the call, the state and its bias at the start of the open
-// mini-batch.
-TttLinearResults forward_outputs(const TttLinearCase& problem);
-TttLinearResults backward_outputs(const TttLinearCase& problem);
-TttLinearResults step_outputs(const TttLinearCase& problem, const TttLinearOpen& open);
+// Results have q's type (gradients of w, b, eta: theirs), the states fp32, or fp64 for a problem in double. Those of a
+// step hold opened(problem): after the call, the state and its bias at the start of the open mini-batch.
+TttLinearResults outputs_of(Mode mode, const TttLinearCase& problem);
 
-// The call on these tensors. A step decodes all T tokens in one call.
-TttLinearForward forward_args(const TttLinearCase& problem, const TttLinearResults& outputs);
-TttLinearBackward backward_args(const TttLinearCase& problem, const TttLinearResults& outputs);
-TttLinearStep step_args(const TttLinearCase& problem, const TttLinearResults& outputs);
+// A step decodes all T tokens in one call.
+Call call_of(Mode mode, const TttLinearCase& problem, const TttLinearResults& outputs);
 
-// All three: outputs, arguments, run. A step starts from opened(problem) or from `open`.
+// A step starts from opened(problem) or from `open`.
 TttLinearResults forward(const TttLinearCase& problem, const Context& context);
 TttLinearResults backward(const TttLinearCase& problem, const Context& context);
 TttLinearResults step(const TttLinearCase& problem, const Context& context);
 TttLinearResults step(const TttLinearCase& problem, const TttLinearOpen& open, const Context& context);
+
+// What a result in this type may be off the reference in double on the same rounded inputs.
+Tolerance tolerance(const TttLinearCase& problem, const TttLinearResults& expected, const std::string& tensor,
+                    DType result_type);
 
 }  // namespace fastweight::support

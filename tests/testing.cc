@@ -76,41 +76,12 @@ int64_t environment_number(const char* name, int64_t otherwise) {
   return value == nullptr ? otherwise : std::strtoll(value, nullptr, 10);
 }
 
-std::vector<std::string> names_of(const std::vector<ImplementationInfo>& infos, const std::string& mode) {
+std::vector<std::string> names_of(const std::vector<ImplementationInfo>& infos, Mode mode) {
   std::vector<std::string> names;
   for (const ImplementationInfo& info : infos) {
-    if (info.mode == mode && info.device == device_name()) names.push_back(info.name);
+    if (info.mode == name_of(mode) && info.device == device_name()) names.push_back(info.name);
   }
   return names;
-}
-
-const char* name_of(DType dtype) {
-  constexpr const char* kNames[] = {"f32", "bf16", "f16", "f64", "i32", "i64"};
-  return kNames[static_cast<size_t>(dtype)];
-}
-
-bool is_16_bit(DType dtype) { return dtype == DType::kBF16 || dtype == DType::kF16; }
-
-double rms(const Tensor& x) {
-  double squares = 0;
-  for (double value : x.values()) squares += value * value;
-  return x.size() == 0 ? 0 : std::sqrt(squares / static_cast<double>(x.size()));
-}
-
-void expect_close(const std::string& implementation, const NamedTensors& results, const NamedTensors& expected,
-                  const Closeness& closeness, const std::string& problem) {
-  ASSERT_EQ(results.size(), expected.size());
-  for (size_t i = 0; i < expected.size(); ++i) {
-    const auto& [name, wanted] = expected[i];
-    ASSERT_EQ(results[i].first, name);
-    const Tensor& result = *results[i].second;
-    const support::Difference difference = support::compare(result, *wanted);
-    const double bound = closeness.tolerance(name, result.dtype());
-    const bool close = difference.relative_rms < bound || difference.max_abs <= closeness.smallest ||
-                       difference.relative_rms * (rms(*wanted) + 1e-8) <= closeness.slack(name);
-    EXPECT_TRUE(close) << implementation << " " << name << ": relative rms " << difference.relative_rms << ", largest "
-                       << difference.max_abs << ", allowed " << bound << "\n  " << problem;
-  }
 }
 
 Tensor slice(const Tensor& x, size_t axis, int64_t begin, int64_t end) {
@@ -197,8 +168,8 @@ bool StridedTensor::guards_intact() const {
   return std::all_of(bytes.begin(), bytes.end(), [](std::byte x) { return x == static_cast<std::byte>(kSentinel); });
 }
 
-StridedArguments::StridedArguments(const std::vector<support::PlacedView>& dense, Layout layout) {
-  for (const support::PlacedView& argument : dense) {
+StridedArguments::StridedArguments(const std::vector<support::NamedView>& dense, Layout layout) {
+  for (const support::NamedView& argument : dense) {
     TensorView& view = *argument.view;
     if (!view.present()) continue;
     Tensor values(view.dtype, std::vector<int64_t>(view.shape.begin(), view.shape.begin() + view.rank));

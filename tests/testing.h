@@ -20,12 +20,15 @@
 #include "fastweight/context.h"
 #include "fastweight/error.h"
 #include "fastweight/info.h"
+#include "support/case.h"
 #include "support/device.h"
-#include "support/placement.h"
-#include "support/tensor.h"
 
 namespace fastweight::test {
 
+using support::kModes;
+using support::Mode;
+using support::name_of;
+using support::Part;
 using support::Tensor;
 
 // Set for slow builds (sanitizers): the grids shrink.
@@ -77,9 +80,8 @@ inline Tally& g_tally = Tally::get();
 
 // The results of run(), or nothing if the implementation declines the problem.
 template <class Run>
-auto unless_declined(const std::string& mode, const std::string& implementation, const Run& run)
-    -> std::optional<decltype(run())> {
-  const std::string key = mode + " " + (implementation.empty() ? "(automatic)" : implementation);
+auto unless_declined(Mode mode, const std::string& implementation, const Run& run) -> std::optional<decltype(run())> {
+  const std::string key = std::string(name_of(mode)) + " " + (implementation.empty() ? "(automatic)" : implementation);
   try {
     auto results = run();
     if (!implementation.empty()) {
@@ -136,25 +138,42 @@ Spec with_lengths(Spec spec, const std::vector<int64_t>& lengths) {
   return spec;
 }
 
+template <class Spec>
+Spec with_batch(Spec spec, int64_t B) {
+  spec.B = B;
+  return spec;
+}
+
 // The names of the implementations of a mode on the device under test.
-std::vector<std::string> names_of(const std::vector<ImplementationInfo>& infos, const std::string& mode);
+std::vector<std::string> names_of(const std::vector<ImplementationInfo>& infos, Mode mode);
+template <class Spec>
+std::vector<std::string> implementations(const Spec& spec, Mode mode) {
+  return names_of(implementations_of(spec), mode);
+}
 
-// Types and differences ---------------------------------------------------------------------------------------------
+// Differences ---------------------------------------------------------------------------------------------
 
-const char* name_of(DType dtype);
-bool is_16_bit(DType dtype);
-double rms(const Tensor& x);
-
-// Every result within tolerance(name, type) relative rms of the expected one, or nowhere further from it than
-// `smallest`, or within an rms of slack(name).
-using NamedTensors = std::vector<std::pair<std::string, const Tensor*>>;
-struct Closeness {
-  std::function<double(const std::string& name, DType type)> tolerance;
-  double smallest;
-  std::function<double(const std::string& name)> slack = [](const std::string&) { return 0.0; };
-};
-void expect_close(const std::string& implementation, const NamedTensors& results, const NamedTensors& expected,
-                  const Closeness& closeness, const std::string& problem);
+// Every result of a family within its tolerance of the expected one.
+template <class Case, class Results>
+void expect_close(const Case& problem, const Results& results, const Results& expected) {
+  const auto actual = results.named(), wanted = expected.named();
+  ASSERT_EQ(actual.size(), wanted.size()) << describe(problem.spec);
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const std::string& name = actual[i].first;
+    const Tensor* const tensor = actual[i].second;
+    ASSERT_EQ(name, wanted[i].first);
+    support::Tolerance bound;
+    if constexpr (requires { tolerance(problem, expected, name, tensor->dtype(), true); }) {
+      bound = tolerance(problem, expected, name, tensor->dtype(), device().type == DeviceType::kCuda);
+    } else {
+      bound = tolerance(problem, expected, name, tensor->dtype());
+    }
+    const support::Difference difference = support::compare(*tensor, *wanted[i].second);
+    EXPECT_LE(support::excess(*tensor, *wanted[i].second, bound), 1)
+        << results.implementation << " " << name << ": relative rms " << difference.relative_rms << ", largest "
+        << difference.max_abs << ", allowed " << bound.relative << "\n  " << describe(problem.spec);
+  }
+}
 
 template <class Results>
 void expect_same_bits(const Results& results, const Results& expected, const std::string& what = "") {
@@ -179,7 +198,7 @@ Case slice_tokens(const Case& problem, int64_t begin, int64_t end) {
   part.spec.T = end - begin;
   part.spec.cu_seqlens.clear();
   part.cu_seqlens = {};
-  for (Tensor* x : part.per_token()) *x = slice(*x, 1, begin, end);
+  for (Tensor* x : part.of(Part::kTokens)) *x = slice(*x, 1, begin, end);
   return part;
 }
 
@@ -218,7 +237,7 @@ class StridedTensor {
 // The tensors of a call in a strided layout, while it lives: the views are redirected to copies.
 class StridedArguments {
  public:
-  StridedArguments(const std::vector<support::PlacedView>& dense, Layout layout);
+  StridedArguments(const std::vector<support::NamedView>& dense, Layout layout);
 
   // Copies the outputs to where they are wanted; false if anything between or around their elements was written.
   bool finish();

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "fastweight/delta_rule.h"
-#include "support/random.h"
-#include "tests/blocks/cases.h"
+#include "tests/blocks/grid.h"
+#include "tests/differences.h"
 
 namespace fastweight::test {
 namespace {
@@ -99,7 +99,7 @@ std::vector<Hard> hard_systems(int64_t C) {
 TEST(SolveTril, InvertsHardSystems) {
   for (int64_t C : {16, 32, 64}) {
     for (const Hard& hard : hard_systems(C)) {
-      for (const std::string& name : implementations(Block::kSolveTril, "forward")) {
+      for (const std::string& name : implementations(Block::kSolveTril, Mode::kForward)) {
         // The stored J is rounded: half a unit of fp32 beside the roundings of the substitution.
         EXPECT_LT(residual(hard.a, solve(hard.a, name, DType::kF32)), 2e-6) << name << " " << hard.name << " C=" << C;
       }
@@ -114,7 +114,7 @@ TEST(SolveTril, RepeatedKeysHaveAKnownInverse) {
     for (int64_t C : {16, 32, 64}) {
       Tensor a(DType::kF32, {1, C, 1, C});
       a.fill(beta);  // what is on and above the diagonal is not read
-      for (const std::string& name : implementations(Block::kSolveTril, "forward")) {
+      for (const std::string& name : implementations(Block::kSolveTril, Mode::kForward)) {
         const Tensor j = solve(a, name, DType::kF32);
         for (int64_t i = 0; i < C; ++i) {
           for (int64_t m = 0; m < i; ++m) {
@@ -133,7 +133,7 @@ TEST(SolveTril, ReadsOnlyBelowTheDiagonal) {
   for (int64_t t = 0; t < T; ++t) {
     for (int64_t m = t % C; m < C; ++m) spoiled.set(t * C + m, std::numeric_limits<double>::quiet_NaN());
   }
-  for (const std::string& name : implementations(Block::kSolveTril, "forward")) {
+  for (const std::string& name : implementations(Block::kSolveTril, Mode::kForward)) {
     EXPECT_TRUE(support::same_bits(solve(a, name, DType::kF32), solve(spoiled, name, DType::kF32))) << name;
   }
 }
@@ -190,7 +190,7 @@ TEST(Blocks, ChainIsTheDeltaRule) {
 TEST(ChunkLocalCumsum, SumsByHand) {
   Tensor x(DType::kF32, {1, 35, 2}), y(DType::kF32, {1, 35, 2});
   for (int64_t i = 0; i < x.size(); ++i) x.set(i, static_cast<double>(i % 7 - 3));
-  for (const std::string& name : implementations(Block::kChunkLocalCumsum, "forward")) {
+  for (const std::string& name : implementations(Block::kChunkLocalCumsum, Mode::kForward)) {
     for (bool reverse : {false, true}) {
       EXPECT_EQ(support::run(context_for(name), ChunkLocalCumsum{x.view(), {}, 16, reverse, y.view()}), name);
       for (int64_t t = 0; t < 35; ++t) {
@@ -210,7 +210,7 @@ TEST(L2Norm, ZeroRow) {
   Tensor x(DType::kF32, {2, 5}), y(DType::kF32, {2, 5}), rstd(DType::kF32, {2}), dy(DType::kF32, {2, 5});
   for (int64_t i = 5; i < 10; ++i) x.set(i, 2);
   dy.fill(1);
-  for (const std::string& name : implementations(Block::kL2Norm, "forward")) {
+  for (const std::string& name : implementations(Block::kL2Norm, Mode::kForward)) {
     Tensor dx = support::poisoned(DType::kF32, {2, 5});
     support::run(context_for(name), L2NormForward{x.view(), 1e-6, y.view(), rstd.view()});
     support::run(context_for(name), L2NormBackward{y.view(), rstd.view(), dy.view(), dx.view()});
@@ -230,7 +230,7 @@ TEST(GateActivation, Extremes) {
   const int64_t T = static_cast<int64_t>(values.size());
   const Tensor x(DType::kF32, {1, T, 1, 1}, values), a_log(DType::kF32, {1}, std::vector<double>{0});
   Tensor g(DType::kF32, {1, T, 1, 1});
-  for (const std::string& name : implementations(Block::kGateActivation, "forward")) {
+  for (const std::string& name : implementations(Block::kGateActivation, Mode::kForward)) {
     GateActivationForward args;
     args.in.x = x.view();
     args.in.a_log = a_log.view();
@@ -258,7 +258,7 @@ TEST(GateActivation, ParameterGradientsDoNotDrift) {
   Tensor a_log(DType::kF32, {1}), dt_bias(DType::kF32, {1}), da_log(DType::kF32, {1}), ddt_bias(DType::kF32, {1});
   dt_bias.fill(0.1);
   const double z = x[0] + dt_bias[0];
-  for (const std::string& name : implementations(Block::kGateActivation, "backward")) {
+  for (const std::string& name : implementations(Block::kGateActivation, Mode::kBackward)) {
     GateActivationBackward args;
     args.in.x = x.view();
     args.in.a_log = a_log.view();
@@ -275,71 +275,30 @@ TEST(GateActivation, ParameterGradientsDoNotDrift) {
   }
 }
 
-// The gradients of the reference against central differences of <d_first, first> + <d_second, second>.
-struct Differentiable {
-  const char* name;
-  Tensor BlockCase::*input;
-};
-
-double loss(const BlockCase& problem) {
-  const BlockResults results = support::forward(problem, reference_context());
-  double sum = 0;
-  const Tensor* const weights[] = {&problem.d_first, &problem.d_second};
-  for (size_t n = 0; n < results.tensors.size(); ++n) {
-    if (!weights[n]->present()) continue;
-    for (int64_t i = 0; i < weights[n]->size(); ++i) sum += (*weights[n])[i] * results.tensors[n].second[i];
-  }
-  return sum;
-}
-
-void check_gradients(const BlockSpec& spec, const std::vector<Differentiable>& inputs) {
-  const BlockCase problem = support::in_double(support::draw(spec, 11));
-  const BlockResults gradients = support::backward(problem, reference_context());
-  for (const Differentiable& input : inputs) {
-    const Tensor& x = problem.*input.input;
-    if (!x.present()) continue;
-    const Tensor& dx = gradients[input.name];
-    for (int64_t i = 0; i < x.size(); i += 1 + x.size() / 60) {
-      constexpr double kStep = 1e-5;
-      BlockCase moved = problem;
-      (moved.*input.input).set(i, x[i] + kStep);
-      const double above = loss(moved);
-      (moved.*input.input).set(i, x[i] - kStep);
-      const double below = loss(moved);
-      EXPECT_NEAR(dx[i], (above - below) / (2 * kStep), 1e-7 * (1 + rms(dx)))
-          << input.name << " element " << i << "\n  " << describe(spec);
-    }
-  }
+void check_gradients(const BlockSpec& spec, const std::vector<std::string>& without_input = {}) {
+  const auto how = [](const std::string&) { return Differences{.bound = 1e-7}; };
+  expect_gradients_match_differences(support::in_double(support::draw(spec, 11)), how, without_input);
 }
 
 TEST(Gradients, MatchCentralDifferences) {
   for (Gate gate : {Gate::kNone, Gate::kPerHead, Gate::kPerChannel}) {
     BlockSpec spec = with_lengths(spec_of(Block::kScaledDotKkt, 0, 16, gate), {19, 0, 1, 3});
-    spec.H = 1;
-    spec.HV = 2;
-    spec.K = 5;
-    spec.V = 4;
-    check_gradients(spec, {{"dk", &BlockCase::k}, {"dbeta", &BlockCase::beta}, {"dgamma", &BlockCase::gamma}});
+    spec = with_heads(spec, 1, 2, 5, 4);
+    check_gradients(spec);
     spec.block = Block::kWy;
-    check_gradients(
-        spec,
-        {{"dk", &BlockCase::k}, {"dv", &BlockCase::v}, {"dbeta", &BlockCase::beta}, {"dgamma", &BlockCase::gamma}});
+    check_gradients(spec, {"da"});
     if (gate == Gate::kNone) continue;
     for (bool bounded : {false, gate == Gate::kPerChannel}) {
       for (int64_t C : {0, 16}) {
         spec.block = Block::kGateActivation;
         spec.lower_bound = bounded;
         spec.C = C;
-        check_gradients(spec,
-                        {{"dx", &BlockCase::x}, {"da_log", &BlockCase::a_log}, {"ddt_bias", &BlockCase::dt_bias}});
+        check_gradients(spec);
       }
     }
   }
-  BlockSpec spec = with_lengths(spec_of(Block::kSolveTril, 0, 16), {19, 0, 1, 3});
-  check_gradients(spec, {{"da", &BlockCase::a}});
-  spec = spec_of(Block::kL2Norm, 9);
-  spec.K = 7;
-  check_gradients(spec, {{"dx", &BlockCase::x}});
+  check_gradients(with_lengths(spec_of(Block::kSolveTril, 0, 16), {19, 0, 1, 3}));
+  check_gradients(with_heads(spec_of(Block::kL2Norm, 9), 1, 1, 7));
 }
 
 // wy_backward's dA is what reaches A through J: <dW, W(J(A))> + <dU, U(J(A))>.
@@ -351,7 +310,7 @@ TEST(Gradients, WyReachesA) {
   Tensor a = normals(DType::kF64, problem.j.shape(), 3, 3);
   for (int64_t i = 0; i < a.size(); ++i) a.set(i, 0.2 * a[i]);
   problem.j = solve(a, "reference", DType::kF64);
-  const Tensor da = support::backward(problem, reference_context())["da"];
+  const Tensor da = support::backward(problem, reference_context()).da;
   for (int64_t i = 0; i < a.size(); ++i) {
     constexpr double kStep = 1e-5;
     BlockCase moved = problem;
@@ -361,7 +320,7 @@ TEST(Gradients, WyReachesA) {
     const double above = loss(moved);
     moved_a.set(i, a[i] - kStep);
     moved.j = solve(moved_a, "reference", DType::kF64);
-    EXPECT_NEAR(da[i], (above - loss(moved)) / (2 * kStep), 1e-7 * (1 + rms(da))) << i;
+    EXPECT_NEAR(da[i], (above - loss(moved)) / (2 * kStep), 1e-7 * (1 + support::rms(da))) << i;
   }
 }
 

@@ -8,7 +8,7 @@
 
 #include "cpu/simd/targets.h"
 #include "fastweight/info.h"
-#include "tests/blocks/cases.h"
+#include "tests/blocks/grid.h"
 // After the choice of targets.
 #include "hwy/tests/hwy_gtest.h"
 
@@ -36,13 +36,10 @@ TEST_P(BlockTargets, AgreeWithTheReference) {
   for (Gate gate : {Gate::kPerHead, Gate::kPerChannel}) {
     for (int64_t C : {16, 32, 64}) {
       BlockSpec spec = with_lengths(spec_of(GetParam(), 0, C, gate), {5, 0, 70, 1, 47, 64});
-      spec.H = 1;
-      spec.HV = 2;
-      spec.K = 36;
-      spec.V = 21;
+      spec = with_heads(spec, 1, 2, 36, 21);
       for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
         spec.dtype = dtype;
-        check(spec, 91);
+        check(support::draw(spec, 91));
       }
     }
   }

@@ -11,7 +11,7 @@
 
 #include "fastweight/info.h"
 #include "tests/cuda/testing.h"
-#include "tests/delta_rule/cases.h"
+#include "tests/delta_rule/grid.h"
 
 namespace fastweight::test {
 namespace {
@@ -80,7 +80,7 @@ class CudaDeltaRule : public ::testing::TestWithParam<Gate> {
 
   // Those of the forward that take tensors of the type.
   static std::vector<std::string> forwards(DType dtype) {
-    std::vector<std::string> names = implementations("forward");
+    std::vector<std::string> names = implementations(Mode::kForward);
     if (dtype == DType::kF32) std::erase(names, "chunk_16bit");
     return names;
   }
@@ -132,7 +132,7 @@ TEST_P(CudaDeltaRule, StepInAGraph) {
   DeltaRuleSpec one = with_heads(spec(1, 128, 128), 2, 2);
   one.B = 3;
   const DeltaRuleCase problem = draw(one, 2);
-  for (const std::string& name : implementations("step")) {
+  for (const std::string& name : implementations(Mode::kStep)) {
     DeltaRuleCase eager = problem;
     DeltaRuleResults expected;
     for (int i = 0; i < kReplays; ++i) {
@@ -274,14 +274,14 @@ TEST_P(CudaDeltaRule, ThousandsOfSequences) {
     lengths.push_back(dice.chance(30) ? 0 : dice.chance(5) ? dice.between(17, 40) : dice.between(1, 4));
   DeltaRuleSpec one = with_lengths(with_heads(spec(0, 12, 8), 1, 1), lengths);
   one.options.chunk_size = 16;
-  check_forward(draw(one, 5), true);
-  check_step(draw(one, 6));
+  check(Mode::kForward, draw(one, 5));
+  check(Mode::kStep, draw(one, 6));
 }
 
 TEST_P(CudaDeltaRule, ManyBatchesAndHeads) {
   DeltaRuleSpec one = with_heads(spec(1, 16, 8), 40, 2);
   one.B = reduced() ? 60 : 900;
-  check_step(draw(one, 7));
+  check(Mode::kStep, draw(one, 7));
 }
 
 // Along two of its dimensions a grid ends at 65535 blocks.
@@ -291,8 +291,8 @@ TEST_P(CudaDeltaRule, MoreThan65535SequencesOrHeads) {
     for (int64_t T : {1, 2}) {  // a step of one token has a kernel of its own
       DeltaRuleSpec one = with_heads(spec(T, 4, 4), H, 1);
       one.B = B;
-      check_step(draw(one, 17));
-      check_forward(draw(one, 18), true);
+      check(Mode::kStep, draw(one, 17));
+      check(Mode::kForward, draw(one, 18));
     }
   }
 }
@@ -325,7 +325,7 @@ TEST_P(CudaDeltaRule, SlotsThatDoNotExistAreSkipped) {
     one.B = 4;
     const DeltaRuleCase problem = draw(one, 10);
     const Tensor indices(DType::kI32, {4}, std::vector<double>{3, 4, -7, 0});
-    for (const std::string& name : implementations("step")) {
+    for (const std::string& name : implementations(Mode::kStep)) {
       Tensor state = problem.initial_state, o(DType::kF32, problem.v.shape());
       o.fill(kNaN);
       DeltaRuleStep args;

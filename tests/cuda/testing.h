@@ -1,10 +1,14 @@
 // What the tests of the CUDA backend share. A program that includes this runs on the first device.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
+#include <memory>
+#include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "fastweight/error.h"
@@ -25,6 +29,102 @@ inline void poison(support::DeviceCopy& x) {
   Tensor values = x.get();
   values.fill(std::numeric_limits<double>::quiet_NaN());
   x.set(values);
+}
+
+// A call of which every tensor has a copy on the device.
+class CallOnDevice {
+ public:
+  explicit CallOnDevice(const support::Call& call) : call_(call) {
+    for (const support::NamedView& named : call_.views()) {
+      auto& copy = copies_.emplace_back(std::make_unique<support::DeviceCopy>(*named.view, kCuda));
+      *named.view = copy->view();
+    }
+  }
+
+  std::string enqueue(const Context& context) const { return call_.enqueue(context); }
+  support::DeviceCopy& operator[](const std::string& name) const {
+    for (size_t i = 0; i < copies_.size(); ++i) {
+      if (name == call_.views()[i].name) return *copies_[i];
+    }
+    throw std::out_of_range("no tensor " + name);
+  }
+
+  void poison_outputs() const {
+    for (size_t i = 0; i < copies_.size(); ++i) {
+      if (call_.views()[i].written && call_.views()[i].view->present()) poison(*copies_[i]);
+    }
+  }
+
+  // What it has written, with the names of a family's results.
+  template <class Results>
+  Results results() const {
+    Results all;
+    for (size_t i = 0; i < copies_.size(); ++i) {
+      const std::string name = call_.views()[i].name;
+      if (call_.views()[i].written) all.at(name.starts_with("state") ? "final_" + name : name) = copies_[i]->get();
+    }
+    return all;
+  }
+
+ private:
+  support::Call call_;
+  std::vector<std::unique_ptr<support::DeviceCopy>> copies_;
+};
+
+// One capture of a forward serves any lengths that fit: the same bits as a call of its own, and nothing else written.
+template <class Case>
+void expect_replays_with_other_lengths(const Case& problem, const std::vector<std::vector<int64_t>>& all_offsets) {
+  for (const std::string& name : implementations(problem.spec, Mode::kForward)) {
+    const auto run = [&] { return support::run(Mode::kForward, problem, context_for(name)); };
+    if (!unless_declined(Mode::kForward, name, run)) continue;
+    const auto outputs = outputs_of(Mode::kForward, problem);
+    const CallOnDevice call(call_of(Mode::kForward, problem, outputs));
+    const support::DeviceStream stream;
+    Context context = context_for(name);
+    context.stream = stream.get();
+    const support::DeviceGraph graph(stream, [&] { EXPECT_EQ(call.enqueue(context), name); });
+    for (const std::vector<int64_t>& offsets : all_offsets) {
+      const int64_t tokens = offsets.back();
+      call["cu_seqlens"].set(offsets_of(offsets));
+      call.poison_outputs();
+      graph.launch(stream);
+      stream.wait();
+      auto replayed = call.results<std::remove_const_t<decltype(outputs)>>();
+      for (Tensor* x : replayed.of(Part::kTokens)) {
+        if (!x->present()) continue;
+        for (double value : slice(*x, 1, tokens, problem.spec.T).values()) ASSERT_TRUE(std::isnan(value)) << name;
+        *x = slice(*x, 1, 0, tokens);
+      }
+      Case same = slice_tokens(problem, 0, tokens);
+      same.spec.cu_seqlens = offsets;
+      same.cu_seqlens = offsets_of(offsets);
+      expect_same_bits(replayed, support::run(Mode::kForward, same, context_for(name)),
+                       name + " with " + std::to_string(tokens) + " tokens of " + describe(problem.spec));
+    }
+  }
+}
+
+// What the host cannot refuse touches nothing outside the tensors: the calls look at the memory around them. For 69
+// tokens in three sequences.
+template <class Case>
+void expect_malformed_offsets_stay_inside(const Case& drawn) {
+  for (const std::vector<int64_t>& offsets : std::vector<std::vector<int64_t>>{
+           {0, 200, 10, 69}, {-5, -1, 30, 1000000}, {60, 50, 40, 30}, {0, 69, 0, 69}, {int64_t{1} << 40, 0, 1, 2}}) {
+    Case problem = drawn;
+    problem.cu_seqlens = offsets_of(offsets);
+    for (Mode mode : kModes) {
+      for (const std::string& name : implementations(problem.spec, mode)) {
+        auto outputs = outputs_of(mode, drawn);
+        EXPECT_NO_THROW(unless_declined(mode, name,
+                                        [&] {
+                                          outputs.implementation =
+                                              call_of(mode, problem, outputs).run(context_for(name));
+                                          return outputs;
+                                        }))
+            << name << " " << name_of(mode);
+      }
+    }
+  }
 }
 
 // call() is refused, and the message has the text.

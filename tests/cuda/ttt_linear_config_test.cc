@@ -8,24 +8,22 @@ namespace fastweight::cuda::ttt {
 namespace {
 
 TEST(CudaTttLinearConfig, Chain) {
-  EXPECT_EQ(describe(chain_config(64)), "D = 64, 256 threads, 68352 bytes of shared memory");
-  EXPECT_EQ(describe(chain_config(128)), "D = 128, 512 threads, 143872 bytes of shared memory");
-  EXPECT_EQ(describe(chain_config(1)), "D < 64, 64 threads, 68352 bytes of shared memory");
-  EXPECT_EQ(describe(chain_config(33)), "D < 64, 192 threads, 68352 bytes of shared memory");
-  EXPECT_EQ(describe(chain_config(65)), "D < 128, 320 threads, 143872 bytes of shared memory");
+  EXPECT_EQ(chain_config(64).text(), "D = 64, 256 threads, 68352 bytes of shared memory");
+  EXPECT_EQ(chain_config(128).text(), "D = 128, 512 threads, 143872 bytes of shared memory");
+  EXPECT_EQ(chain_config(1).text(), "D < 64, 64 threads, 68352 bytes of shared memory");
+  EXPECT_EQ(chain_config(33).text(), "D < 64, 192 threads, 68352 bytes of shared memory");
+  EXPECT_EQ(chain_config(65).text(), "D < 128, 320 threads, 143872 bytes of shared memory");
 }
 
 // As many stages as a block's shared memory holds, on devices of sm_90, sm_80 and sm_89.
 TEST(CudaTttLinearConfig, Tiles) {
   constexpr size_t kSm90 = 227 * 1024, kSm80 = 163 * 1024, kSm89 = 99 * 1024;
-  EXPECT_EQ(describe(tiles_config(64, 32, kSm90)),
-            "D <= 64, C = 32, 128 threads, 4 stages, 60928 bytes of shared memory");
-  EXPECT_EQ(describe(tiles_config(128, 64, kSm90)),
+  EXPECT_EQ(tiles_config(64, 32, kSm90).text(), "D <= 64, C = 32, 128 threads, 4 stages, 60928 bytes of shared memory");
+  EXPECT_EQ(tiles_config(128, 64, kSm90).text(),
             "D <= 128, C = 64, 256 threads, 4 stages, 226304 bytes of shared memory");
-  EXPECT_EQ(describe(tiles_config(100, 64, kSm80)),
+  EXPECT_EQ(tiles_config(100, 64, kSm80).text(),
             "D <= 128, C = 64, 224 threads, 2 stages, 127488 bytes of shared memory");
-  EXPECT_EQ(describe(tiles_config(20, 64, kSm89)),
-            "D <= 64, C = 64, 64 threads, 3 stages, 97024 bytes of shared memory");
+  EXPECT_EQ(tiles_config(20, 64, kSm89).text(), "D <= 64, C = 64, 64 threads, 3 stages, 97024 bytes of shared memory");
   EXPECT_GT(tiles_config(128, 64, kSm89).shared_bytes, kSm89) << "the caller declines";
   EXPECT_EQ(tiles_config(128, 64, kSm89).stages, 2);
 }

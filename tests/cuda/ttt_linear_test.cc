@@ -9,17 +9,14 @@
 #include <vector>
 
 #include "tests/cuda/testing.h"
-#include "tests/ttt_linear/cases.h"
+#include "tests/ttt_linear/grid.h"
 
 namespace fastweight::test {
 namespace {
 
-using support::DeviceCopy;
 using support::DeviceGraph;
 using support::DeviceStream;
 using support::draw;
-
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 // In a type that every implementation takes.
 TttLinearSpec bf16_spec(int64_t T, int64_t D, int64_t H) {
@@ -34,72 +31,10 @@ TttLinearSpec for_forward(const std::string& name, TttLinearSpec spec) {
   return spec;
 }
 
-// The tensors of a call on the device; `copies` keeps them.
-class OnDevice {
- public:
-  TensorView operator()(const Tensor& host) {
-    return copies_.emplace_back(std::make_unique<DeviceCopy>(host, kCuda))->view();
-  }
-
-  TttLinearInputs inputs(const TttLinearCase& problem) {
-    TttLinearInputs in;
-    in.q = (*this)(problem.q);
-    in.k = (*this)(problem.k);
-    in.v = (*this)(problem.v);
-    in.w = (*this)(problem.w);
-    in.b = (*this)(problem.b);
-    in.eta = (*this)(problem.eta);
-    return in;
-  }
-
- private:
-  std::vector<std::unique_ptr<DeviceCopy>> copies_;
-};
-
-// One capture serves any lengths that fit: the same bits as a call of its own, and nothing else written.
 TEST(CudaTttLinear, GraphReplaysWithOtherLengths) {
-  constexpr int64_t kTokens = 100;
-  for (const std::string& name : implementations("forward")) {
-    const TttLinearCase problem = draw(with_lengths(for_forward(name, bf16_spec(0, 20, 2)), {40, 40, 10, 10}), 1);
-    OnDevice place;
-    TttLinearForward args;
-    args.in = place.inputs(problem);
-    args.in.initial_state = place(problem.initial_state);
-    args.in.initial_state_bias = place(problem.initial_state_bias);
-    args.options = problem.spec.options;
-    DeviceCopy offsets(problem.cu_seqlens, kCuda), o(problem.v, kCuda), state(problem.initial_state, kCuda),
-        bias(problem.initial_state_bias, kCuda);
-    args.in.cu_seqlens = offsets.view();
-    args.o = o.view();
-    args.final_state = state.view();
-    args.final_state_bias = bias.view();
-    const DeviceStream stream;
-    Context context = context_for(name);
-    context.stream = stream.get();
-    const DeviceGraph graph(stream, [&] { EXPECT_EQ(ttt_linear_forward(context, args), name); });
-    for (const std::vector<int64_t>& lengths : std::vector<std::vector<int64_t>>{
-             {0, 40, 80, 90, 100}, {0, 0, 1, 99, 100}, {0, 16, 16, 48, 49}, {0, 0, 0, 0, 0}}) {
-      const int64_t tokens = lengths.back();
-      offsets.set(offsets_of(lengths));
-      for (DeviceCopy* x : {&o, &state, &bias}) {
-        Tensor values = x->get();
-        values.fill(kNaN);
-        x->set(values);
-      }
-      graph.launch(stream);
-      stream.wait();
-      TttLinearResults replayed;
-      replayed.o = slice(o.get(), 1, 0, tokens);
-      replayed.final_state = state.get();
-      replayed.final_state_bias = bias.get();
-      for (double value : slice(o.get(), 1, tokens, kTokens).values()) ASSERT_TRUE(std::isnan(value)) << name;
-
-      TttLinearCase same = slice_tokens(problem, 0, tokens);
-      same.spec.cu_seqlens = lengths;
-      same.cu_seqlens = offsets_of(lengths);
-      expect_same_bits(replayed, support::forward(same, context_for(name)),
-                       name + " with " + std::to_string(tokens) + " tokens");
-    }
+  for (const char* name : {"chunk_chain", "chunk_tiles"}) {  // with the mini-batches of either
+    expect_replays_with_other_lengths(draw(with_lengths(for_forward(name, bf16_spec(0, 20, 2)), {40, 40, 10, 10}), 1),
+                                      {{0, 40, 80, 90, 100}, {0, 0, 1, 99, 100}, {0, 16, 16, 48, 49}, {0, 0, 0, 0, 0}});
   }
 }
 
@@ -109,24 +44,14 @@ TEST(CudaTttLinear, StepInAGraph) {
   TttLinearSpec spec = bf16_spec(1, 36, 2);
   spec.B = 2;
   const TttLinearCase problem = draw(spec, 2);
-  for (const std::string& name : implementations("step")) {
+  for (const std::string& name : implementations(Mode::kStep)) {
     TttLinearOpen open = support::opened(problem);
-    OnDevice place;
-    TttLinearStep args;
-    args.options = spec.options;
-    args.in = place.inputs(problem);
-    DeviceCopy state(open.state, kCuda), state_bias(open.state_bias, kCuda), gradient(open.gradient, kCuda),
-        gradient_bias(open.gradient_bias, kCuda), position(open.position, kCuda), o(problem.v, kCuda);
-    args.state = state.view();
-    args.state_bias = state_bias.view();
-    args.gradient = gradient.view();
-    args.gradient_bias = gradient_bias.view();
-    args.position = position.view();
-    args.o = o.view();
+    const TttLinearResults outputs = outputs_of(Mode::kStep, problem);
+    const CallOnDevice call(call_of(Mode::kStep, problem, outputs));
     const DeviceStream stream;
     Context context = context_for(name);
     context.stream = stream.get();
-    const DeviceGraph graph(stream, [&] { ttt_linear_step(context, args); });
+    const DeviceGraph graph(stream, [&] { call.enqueue(context); });
     for (int i = 0; i < kReplays; ++i) graph.launch(stream);
     stream.wait();
 
@@ -135,15 +60,8 @@ TEST(CudaTttLinear, StepInAGraph) {
       expected = support::step(problem, open, context_for(name));
       open = open_after(expected);
     }
-    EXPECT_EQ(position.get().values(), (std::vector<double>{2, 2})) << name;
-    TttLinearResults replayed = expected;
-    replayed.o = o.get();
-    replayed.final_state = state.get();
-    replayed.final_state_bias = state_bias.get();
-    replayed.gradient = gradient.get();
-    replayed.gradient_bias = gradient_bias.get();
-    replayed.position = position.get();
-    expect_same_bits(replayed, expected, name);
+    EXPECT_EQ(expected.position.values(), (std::vector<double>{2, 2})) << name;
+    expect_same_bits(call.results<TttLinearResults>(), expected, name);
   }
 }
 
@@ -185,6 +103,17 @@ TEST(CudaTttLinear, ShapesOfTheChunkForm) {
   }
 }
 
+TEST(CudaTttLinear, ChunkIsTheEntryForTheMiniBatch) {
+  for (const std::string name : {"chunk_chain", "chunk_tiles"}) {
+    const TttLinearCase problem = draw(for_forward(name, bf16_spec(20, 16, 1)), 14);
+    for (const char* asked : {"chunk", ""}) {
+      EXPECT_EQ(support::forward(problem, context_for(asked)).implementation, name) << asked;
+    }
+  }
+  expect_refused(ErrorCode::kUnsupported, "no chunk takes this problem: chunk_chain: q, k and v must be bf16 or fp16",
+                 [] { support::forward(draw(spec_of(20, 16), 14), context_for("chunk")); });
+}
+
 TEST(CudaTttLinear, WhatTheChunkFormsDecline) {
   const auto expect_declined = [](const std::string& name, const TttLinearSpec& spec, const std::string& reason) {
     expect_refused(ErrorCode::kUnsupported, name + ": " + reason,
@@ -218,11 +147,11 @@ TEST(CudaTttLinear, LargeGradientsInFp16) {
 // An input that is not a number makes its own output, and those of later mini-batches, none either.
 TEST(CudaTttLinear, WhatIsNotANumberStays) {
   constexpr int64_t kToken = 5;
-  for (const std::string& name : implementations("forward")) {
+  for (const std::string& name : implementations(Mode::kForward)) {
     for (auto tensor : {&TttLinearCase::k, &TttLinearCase::v, &TttLinearCase::eta}) {
       TttLinearCase problem = draw(for_forward(name, bf16_spec(70, 20, 1)), 13);
       const int64_t width = (problem.*tensor).size() / problem.spec.T;
-      for (int64_t i = 0; i < width; ++i) (problem.*tensor).set(kToken * width + i, kNaN);
+      for (int64_t i = 0; i < width; ++i) (problem.*tensor).set(kToken * width + i, std::nan(""));
       const TttLinearResults results = support::forward(problem, context_for(name));
       const bool moves_state = tensor != &TttLinearCase::eta;  // the last token's step size alone does
       for (double value : slice(results.o, 1, kToken, kToken + 1).values()) EXPECT_TRUE(std::isnan(value)) << name;
@@ -242,9 +171,9 @@ TEST(CudaTttLinear, ThousandsOfSequences) {
   for (int32_t mini_batch : {16, 32}) {
     TttLinearSpec spec = with_lengths(bf16_spec(0, 12, 1), lengths);
     spec.options.mini_batch = mini_batch;
-    check_forward(draw(spec, 6));
+    check(Mode::kForward, draw(spec, 6));
   }
-  check_step(draw(with_lengths(bf16_spec(0, 12, 1), lengths), 7));
+  check(Mode::kStep, draw(with_lengths(bf16_spec(0, 12, 1), lengths), 7));
 }
 
 // Along two of its dimensions a grid ends at 65535 blocks.
@@ -253,26 +182,14 @@ TEST(CudaTttLinear, MoreThan65535SequencesOrHeads) {
   for (const auto& [B, H] : std::vector<std::pair<int64_t, int64_t>>{{66000, 1}, {1, 66000}}) {
     TttLinearSpec spec = bf16_spec(1, 4, H);
     spec.B = B;
-    check_forward(draw(spec, 10));
-    check_step(draw(spec, 11));
+    check(Mode::kForward, draw(spec, 10));
+    check(Mode::kStep, draw(spec, 11));
   }
 }
 
-// What the host cannot refuse touches nothing outside the tensors: support::run looks at the memory around them.
 TEST(CudaTttLinear, MalformedOffsetsStayInside) {
-  for (const std::vector<int64_t>& offsets : std::vector<std::vector<int64_t>>{
-           {0, 200, 10, 69}, {-5, -1, 30, 1000000}, {60, 50, 40, 30}, {0, 69, 0, 69}, {int64_t{1} << 40, 0, 1, 2}}) {
-    const auto drawn = [&](const std::string& name) {
-      TttLinearCase problem = draw(with_lengths(for_forward(name, bf16_spec(0, 16, 1)), {20, 20, 29}), 8);
-      problem.cu_seqlens = offsets_of(offsets);
-      return problem;
-    };
-    for (const std::string& name : implementations("forward")) {
-      EXPECT_NO_THROW(support::forward(drawn(name), context_for(name))) << name;
-    }
-    for (const std::string& name : implementations("step")) {
-      EXPECT_NO_THROW(support::step(drawn(name), context_for(name))) << name;
-    }
+  for (const char* name : {"chunk_chain", "chunk_tiles"}) {
+    expect_malformed_offsets_stay_inside(draw(with_lengths(for_forward(name, bf16_spec(0, 16, 1)), {20, 20, 29}), 8));
   }
 }
 
@@ -282,32 +199,15 @@ TEST(CudaTttLinear, SlotsAndPositionsThatDoNotExist) {
   spec.B = 4;
   const TttLinearCase problem = draw(spec, 9);
   const Tensor indices(DType::kI32, {4}, std::vector<double>{3, 4, -7, 0});
-  for (const std::string& name : implementations("step")) {
-    const TttLinearOpen before = support::opened(problem);
-    TttLinearOpen open = before;
-    open.position = Tensor(DType::kI32, {4}, std::vector<double>{-3, 5, 1000, 1e9});
-    Tensor o(DType::kF32, problem.v.shape());
-    o.fill(kNaN);
-    TttLinearStep args;
-    args.in = problem.inputs();
-    args.in.initial_state = args.in.initial_state_bias = {};
-    args.options = spec.options;
-    args.state = open.state.view();
-    args.state_bias = open.state_bias.view();
-    args.gradient = open.gradient.view();
-    args.gradient_bias = open.gradient_bias.view();
-    args.position = open.position.view();
-    args.state_indices = indices.view();
-    args.o = o.view();
-    support::run(context_for(name), args);
-    EXPECT_EQ(open.position.values(), (std::vector<double>{2, 5, 1000, 1})) << name;
-    for (int64_t n : {1, 2}) {
-      for (double value : slice(o, 0, n, n + 1).values()) EXPECT_EQ(value, 0) << name;
-      EXPECT_TRUE(support::same_bits(slice(open.gradient, 0, n, n + 1), slice(before.gradient, 0, n, n + 1))) << name;
-    }
-    for (int64_t n : {0, 3}) {
-      EXPECT_FALSE(support::same_bits(slice(open.gradient, 0, n, n + 1), slice(before.gradient, 0, n, n + 1))) << name;
-    }
+  for (const std::string& name : implementations(Mode::kStep)) {
+    TttLinearResults after = outputs_of(Mode::kStep, problem);
+    after.position = Tensor(DType::kI32, {4}, std::vector<double>{-3, 5, 1000, 1e9});
+    const Tensor before = after.gradient;
+    const support::Call call = call_of(Mode::kStep, problem, after);
+    call["state_indices"] = indices.view();
+    call.run(context_for(name));
+    EXPECT_EQ(after.position.values(), (std::vector<double>{2, 5, 1000, 1})) << name;
+    expect_skipped({1, 2}, {0, 3}, after.o, after.gradient, before, name);
   }
 }
 

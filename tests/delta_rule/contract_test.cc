@@ -1,9 +1,8 @@
 // What tests/contract.h promises, for the delta-rule family.
 #include <gtest/gtest.h>
 
-#include "tests/delta_rule/cases.h"
-
 #include "tests/contract.h"
+#include "tests/delta_rule/grid.h"
 
 namespace fastweight::test {
 namespace {
@@ -24,44 +23,25 @@ std::vector<DeltaRuleSpec> specs(Gate gate, int64_t T) {
 
 class Contract : public ::testing::TestWithParam<Gate> {};
 
-constexpr auto kRunForward = [](const DeltaRuleCase& x, const Context& c) { return support::forward(x, c, true); };
-constexpr auto kRunBackward = [](const DeltaRuleCase& x, const Context& c) { return support::backward(x, c); };
-constexpr auto kRunStep = [](const DeltaRuleCase& x, const Context& c) { return support::step(x, c); };
-
 TEST_P(Contract, SameBitsForEveryThreadCount) {
-  for (DeltaRuleSpec spec : specs(GetParam(), reduced() ? 69 : 133)) {
-    spec.B = 3;
-    for (const DeltaRuleSpec& one : {spec, with_lengths(spec, {5, 0, 64, 1, 63})}) {
-      const DeltaRuleCase problem = draw(one, 81);
-      expect_same_for_every_thread_count(problem, implementations("forward"), "forward", kRunForward);
-      expect_same_for_every_thread_count(problem, implementations("backward"), "backward", kRunBackward);
-      expect_same_for_every_thread_count(problem, implementations("step"), "step", kRunStep);
-    }
+  for (const DeltaRuleSpec& spec : specs(GetParam(), reduced() ? 69 : 133)) {
+    expect_same_for_every_thread_count(draw(with_batch(spec, 3), 81));
+    expect_same_for_every_thread_count(draw(with_lengths(spec, {5, 0, 64, 1, 63}), 81));
   }
 }
 
 TEST_P(Contract, SameBitsAloneAndInABatch) {
-  for (DeltaRuleSpec spec : specs(GetParam(), 69)) {
-    spec.B = 3;
-    for (const DeltaRuleSpec& one : {spec, with_lengths(spec, {5, 0, 64, 1, 70})}) {
-      const DeltaRuleCase problem = draw(one, 82);
-      expect_same_alone(problem, implementations("forward"), "forward", kRunForward);
-      expect_same_alone(problem, implementations("backward"), "backward", kRunBackward);
-      expect_same_alone(problem, implementations("step"), "step", kRunStep);
-    }
+  for (const DeltaRuleSpec& spec : specs(GetParam(), 69)) {
+    expect_same_alone(draw(with_batch(spec, 3), 82));
+    expect_same_alone(draw(with_lengths(spec, {5, 0, 64, 1, 70}), 82));
   }
 }
 
 TEST_P(Contract, SameBitsWhenCut) {
-  const std::vector<std::string> forwards = implementations("forward");
   for (const Cut& cut : cuts()) {
     for (DeltaRuleSpec spec : specs(GetParam(), cut.tokens)) {
       spec.options.chunk_size = cut.chunk_size;
-      const DeltaRuleCase problem = draw(spec, 83);
-      for (const std::string& name : and_automatic(forwards)) expect_same_when_forward_is_cut(problem, cut.at, name);
-      for (const std::string& name : and_automatic(implementations("backward"))) {
-        expect_same_when_backward_is_cut(problem, cut.at, name, forwards);
-      }
+      expect_same_when_cut(draw(spec, 83), cut.at);
     }
   }
 }
@@ -73,29 +53,27 @@ TEST_P(Contract, SameBitsBeforeWhatIsNotANumber) {
     const DeltaRuleCase problem = draw(spec, 86);
     for (int64_t token : first<int64_t>({25, 72, 47, 16}, 2)) {
       expect_not_reached(
-          problem, {&DeltaRuleCase::q, &DeltaRuleCase::k, &DeltaRuleCase::v, &DeltaRuleCase::g, &DeltaRuleCase::beta},
-          token, 0, token, implementations("forward"), "forward", kRunForward);
-      expect_not_reached(problem, {&DeltaRuleCase::v}, token, 0, token, implementations("backward"), "backward",
-                         kRunBackward);
-      expect_not_reached(problem, {&DeltaRuleCase::d_o, &DeltaRuleCase::q}, token, token + 1, kTokens,
-                         implementations("backward"), "backward", kRunBackward);
+          Mode::kForward, problem,
+          {&DeltaRuleCase::q, &DeltaRuleCase::k, &DeltaRuleCase::v, &DeltaRuleCase::g, &DeltaRuleCase::beta}, token, 0,
+          token);
+      expect_not_reached(Mode::kBackward, problem, {&DeltaRuleCase::v}, token, 0, token);
+      expect_not_reached(Mode::kBackward, problem, {&DeltaRuleCase::d_o, &DeltaRuleCase::q}, token, token + 1, kTokens);
     }
   }
 }
 
 // A gate that is not a number is no decay of 0: it reaches the outputs of its head from its token on, and the final
 // state. It reaches no other head, and no token before it; on a device, where a chunk is one product, no earlier chunk.
-template <class Run>
-void expect_gate_arrives(const DeltaRuleCase& problem, int64_t token, const std::string& mode, const Run& run) {
+void expect_gate_arrives(Mode mode, const DeltaRuleCase& problem, int64_t token) {
   const DeltaRuleSpec& spec = problem.spec;
   const int64_t head = spec.HV - 1, gates = problem.g.size() / (spec.T * spec.HV);
   DeltaRuleCase changed = problem;
   changed.g.set((token * spec.HV + head) * gates + gates / 2, std::nan(""));
   const int64_t reach = device().type == DeviceType::kCpu ? 1 : 64;
   for (const std::string& name : and_automatic(implementations(mode))) {
-    const auto expected = unless_declined(mode, name, [&] { return run(problem, context_for(name)); });
+    const auto expected = unless_declined(mode, name, [&] { return support::run(mode, problem, context_for(name)); });
     if (!expected) continue;
-    const DeltaRuleResults results = run(changed, context_for(name));
+    const DeltaRuleResults results = support::run(mode, changed, context_for(name));
     int64_t lost = 0, strayed = 0;
     const auto count = [&](const Tensor& x, const Tensor& before, int64_t i, bool reached, bool spared) {
       if (reached && !std::isnan(x[i])) ++lost;
@@ -109,37 +87,27 @@ void expect_gate_arrives(const DeltaRuleCase& problem, int64_t token, const std:
       const int64_t h = i / (spec.K * spec.V) % spec.HV;
       count(results.final_state, expected->final_state, i, h == head, h != head);
     }
-    EXPECT_EQ(lost, 0) << mode << " " << results.implementation << ", token " << token << " " << describe(spec);
-    EXPECT_EQ(strayed, 0) << mode << " " << results.implementation << ", token " << token << " " << describe(spec);
+    EXPECT_EQ(lost, 0) << name_of(mode) << " " << results.implementation << ", token " << token << " "
+                       << describe(spec);
+    EXPECT_EQ(strayed, 0) << name_of(mode) << " " << results.implementation << ", token " << token << " "
+                          << describe(spec);
   }
 }
 
 TEST_P(Contract, AGateThatIsNotANumberArrives) {
-  if (GetParam() == Gate::kNone) return;
+  if (GetParam() == Gate::kNone) GTEST_SKIP() << "no gate";
   for (const DeltaRuleSpec& spec : specs(GetParam(), 140)) {
     for (int64_t token : first<int64_t>({70, 25, 127, 64}, 2)) {
       const DeltaRuleCase problem = draw(spec, 87);
-      expect_gate_arrives(problem, token, "forward", kRunForward);
-      expect_gate_arrives(problem, token, "step", kRunStep);
+      expect_gate_arrives(Mode::kForward, problem, token);
+      expect_gate_arrives(Mode::kStep, problem, token);
     }
   }
 }
 
-TEST_P(Contract, SameBitsChunkByChunk) {
+TEST_P(Contract, SameBitsFromChunkStates) {
   for (const DeltaRuleSpec& spec : specs(GetParam(), 200)) {
-    const DeltaRuleCase problem = draw(spec, 84);
-    for (const std::string& name : and_automatic(implementations("forward"))) {
-      expect_same_chunk_by_chunk(problem, spec.options.chunk_size, name);
-    }
-  }
-}
-
-TEST_P(Contract, SameBitsFromSavedStates) {
-  for (const DeltaRuleSpec& spec : specs(GetParam(), 150)) {
-    const DeltaRuleCase problem = draw(spec, 85);
-    for (const std::string& name : and_automatic(implementations("backward"))) {
-      expect_same_from_saved_states(problem, name, implementations("forward"));
-    }
+    expect_same_from_chunk_states(draw(spec, 84), spec.options.chunk_size);
   }
 }
 

@@ -1,9 +1,8 @@
 // What tests/contract.h promises, for the families related to the delta rule.
 #include <gtest/gtest.h>
 
-#include "tests/related/cases.h"
-
 #include "tests/contract.h"
+#include "tests/related/grid.h"
 
 namespace fastweight::test {
 namespace {
@@ -21,50 +20,33 @@ std::vector<RelatedSpec> specs(RelatedOp op, int64_t T) {
   return first<RelatedSpec>({plain, options, wide}, 2);
 }
 
-constexpr auto kRunForward = [](const RelatedCase& x, const Context& c) { return support::forward(x, c, true); };
-constexpr auto kRunBackward = [](const RelatedCase& x, const Context& c) { return support::backward(x, c); };
-
-class Contract : public ::testing::TestWithParam<RelatedOp> {
- protected:
-  const std::vector<std::string> forwards_ = implementations(GetParam(), "forward");
-  const std::vector<std::string> backwards_ = implementations(GetParam(), "backward");
-};
+class Contract : public ::testing::TestWithParam<RelatedOp> {};
 
 TEST_P(Contract, SameBitsForEveryThreadCount) {
-  for (RelatedSpec spec : specs(GetParam(), reduced() ? 69 : 133)) {
-    spec.B = 3;
-    for (const RelatedSpec& one : {spec, with_lengths(spec, {5, 0, 64, 1, 63})}) {
-      const RelatedCase problem = draw(one, 81);
-      expect_same_for_every_thread_count(problem, forwards_, "forward", kRunForward);
-      expect_same_for_every_thread_count(problem, backwards_, "backward", kRunBackward);
-    }
+  for (const RelatedSpec& spec : specs(GetParam(), reduced() ? 69 : 133)) {
+    expect_same_for_every_thread_count(draw(with_batch(spec, 3), 81));
+    expect_same_for_every_thread_count(draw(with_lengths(spec, {5, 0, 64, 1, 63}), 81));
   }
 }
 
 TEST_P(Contract, SameBitsAloneAndInABatch) {
-  for (RelatedSpec spec : specs(GetParam(), 69)) {
-    spec.B = 3;
-    for (const RelatedSpec& one : {spec, with_lengths(spec, {5, 0, 64, 1, 70})}) {
-      const RelatedCase problem = draw(one, 82);
-      expect_same_alone(problem, forwards_, "forward", kRunForward);
-      expect_same_alone(problem, backwards_, "backward", kRunBackward);
-    }
+  for (const RelatedSpec& spec : specs(GetParam(), 69)) {
+    expect_same_alone(draw(with_batch(spec, 3), 82));
+    expect_same_alone(draw(with_lengths(spec, {5, 0, 64, 1, 70}), 82));
   }
 }
 
 // Whatever a token holds, the tokens before it do not see it; in the backward, those after it do not see its gradient.
 TEST_P(Contract, SameBitsBeforeWhatIsNotANumber) {
+  using C = RelatedCase;
   constexpr int64_t kTokens = 75;
   for (const RelatedSpec& spec : specs(GetParam(), kTokens)) {
     const RelatedCase problem = draw(spec, 86);
     for (int64_t token : first<int64_t>({25, 72, 47, 16}, 1)) {
-      expect_not_reached(problem,
-                         {&RelatedCase::q, &RelatedCase::k, &RelatedCase::v, &RelatedCase::p, &RelatedCase::a,
-                          &RelatedCase::b, &RelatedCase::beta},
-                         token, 0, token, forwards_, "forward", kRunForward);
-      expect_not_reached(problem, {&RelatedCase::v}, token, 0, token, backwards_, "backward", kRunBackward);
-      expect_not_reached(problem, {&RelatedCase::d_o, &RelatedCase::q}, token, token + 1, kTokens, backwards_,
-                         "backward", kRunBackward);
+      expect_not_reached(Mode::kForward, problem, {&C::q, &C::k, &C::v, &C::p, &C::a, &C::b, &C::beta}, token, 0,
+                         token);
+      expect_not_reached(Mode::kBackward, problem, {&C::v}, token, 0, token);
+      expect_not_reached(Mode::kBackward, problem, {&C::d_o, &C::q}, token, token + 1, kTokens);
     }
   }
 }
@@ -75,20 +57,12 @@ TEST_P(Contract, SameBitsWhenCut) {
     const std::vector<RelatedSpec> all = specs(GetParam(), cut.tokens);
     RelatedSpec spec = all[turn++ % all.size()];
     spec.chunk_size = cut.chunk_size;
-    const RelatedCase problem = draw(spec, 83);
-    for (const std::string& name : and_automatic(forwards_)) expect_same_when_forward_is_cut(problem, cut.at, name);
-    for (const std::string& name : and_automatic(backwards_)) {
-      expect_same_when_backward_is_cut(problem, cut.at, name, forwards_);
-    }
+    expect_same_when_cut(draw(spec, 83), cut.at);
   }
 }
 
 TEST_P(Contract, SameBitsFromChunkStates) {
-  for (const RelatedSpec& spec : specs(GetParam(), 200)) {
-    const RelatedCase problem = draw(spec, 84);
-    for (const std::string& name : and_automatic(forwards_)) expect_same_chunk_by_chunk(problem, spec.chunk_size, name);
-    for (const std::string& name : and_automatic(backwards_)) expect_same_from_saved_states(problem, name, forwards_);
-  }
+  for (const RelatedSpec& spec : specs(GetParam(), 200)) expect_same_from_chunk_states(draw(spec, 84), spec.chunk_size);
 }
 
 INSTANTIATE_TEST_SUITE_P(Operators, Contract, ::testing::ValuesIn(kRelatedOps),

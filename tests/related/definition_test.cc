@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "support/delta_rule_case.h"
-#include "tests/related/cases.h"
+#include "tests/related/grid.h"
 
 namespace fastweight::test {
 namespace {
@@ -78,7 +78,7 @@ TEST(Identities, ConstantDecay) {
   spread.g_gamma = {};
   spread.g = Tensor(DType::kF32, {spec.B, spec.T, spec.H});
   for (int64_t i = 0; i < spread.g.size(); ++i) spread.g.set(i, constant.g_gamma[i % spec.H]);
-  for (const std::string& name : implementations(spec.op, "forward")) {
+  for (const std::string& name : implementations(spec.op, Mode::kForward)) {
     expect_same_bits(support::forward(constant, context_for(name)), support::forward(spread, context_for(name)), name);
     RelatedResults expected = support::backward(spread, context_for(name));
     expected.dg = {};

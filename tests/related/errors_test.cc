@@ -1,173 +1,98 @@
-// Malformed calls of the related operators: the error's code, its text, and that nothing was written. What the delta
-// rule's own tests already show of the checks that all families share is not repeated here. Then the unusual calls that
-// are valid.
+// Malformed calls of the related operators. What the delta rule's own tests already show of its checks, which these
+// share, is not repeated here. Then the unusual calls that are valid.
 #include <gtest/gtest.h>
 
-#include <functional>
-#include <string>
-#include <vector>
-
-#include "tests/related/cases.h"
+#include "tests/malformed.h"
+#include "tests/related/grid.h"
 
 namespace fastweight::test {
 namespace {
 
-constexpr double kPoison = 77;
+using Call = Subject<RelatedCase>;
+using Rows = std::vector<Malformed<RelatedCase>>;
 
-struct Call {
-  RelatedCase data;
-  RelatedResults results;
-  RelatedInputs<TensorView> in;
-  RelatedOutputs<TensorView> out;
-  Context context;
-  bool backward;
+RelatedSpec small(RelatedOp op) { return with_batch(spec_of(op, 5, 8, 6, 2), 2); }
 
-  Call(const RelatedSpec& spec, bool is_backward) : data(support::draw(spec, 3)), backward(is_backward) {
-    results = backward ? support::backward_outputs(data) : support::forward_outputs(data, true);
-    for (Tensor* x : results.all()) {
-      if (x->present()) x->fill(kPoison);
-    }
-    in = views_of(data);
-    out = views_of(results);
-  }
+std::vector<RelatedSpec> all_small() {
+  std::vector<RelatedSpec> specs;
+  for (RelatedOp op : kRelatedOps) specs.push_back(small(op));
+  return specs;
+}
 
-  std::string run() const {
-    return backward ? support::run_backward(data.spec, context, in, out)
-                    : support::run_forward(data.spec, context, in, out);
-  }
-  bool untouched() const {
-    for (const Tensor* x : results.all()) {
-      for (int64_t i = 0; x->present() && i < x->size(); ++i) {
-        if ((*x)[i] != kPoison) return false;
-      }
-    }
-    return true;
-  }
-};
+std::vector<RelatedSpec> all_packed() {
+  std::vector<RelatedSpec> specs;
+  for (RelatedOp op : kRelatedOps) specs.push_back(with_lengths(small(op), {4, 0, 6}));
+  return specs;
+}
 
-enum Mode { kForward = 1, kBackward = 2, kBoth = 3 };
-
-struct Malformed {
-  std::string message;
-  std::function<void(Call&)> spoil;
-  std::vector<RelatedOp> ops = {std::begin(kRelatedOps), std::end(kRelatedOps)};
-  int modes = kBoth;
-};
+auto ops(std::vector<RelatedOp> list) {
+  return [=](const RelatedSpec& spec) { return std::count(list.begin(), list.end(), spec.op) > 0; };
+}
 
 // B = 2, T = 5, H = 2, K = 8, V = 6.
-std::vector<Malformed> malformed() {
-  const std::vector<RelatedOp> gla{RelatedOp::kLinearAttention, RelatedOp::kSimpleGla, RelatedOp::kGla};
-  const std::vector<RelatedOp> per_channel{RelatedOp::kGla, RelatedOp::kDplr};
-  const std::vector<RelatedOp> per_head{RelatedOp::kSimpleGla, RelatedOp::kComba};
-  const std::vector<RelatedOp> low_rank{RelatedOp::kIplr, RelatedOp::kDplr};
-  const std::vector<RelatedOp> comba{RelatedOp::kComba}, simple{RelatedOp::kSimpleGla};
-  static const Tensor vector(DType::kF32, {2}), longer(DType::kF32, {3});
-  return {
-      {"q: expected a tensor, got none", [](Call& c) { c.in.q = {}; }},
-      {"k: expected shape [2, 5, 2, 8], got [2, 5, 2, 7]", [](Call& c) { c.in.k.shape[3] = 7; }},
-      {"k: expected type fp32, got bf16", [](Call& c) { c.in.k.dtype = DType::kBF16; }},
-      {"v: expected 2 heads as q, got 4 heads",
-       [](Call& c) {
-         c.in.v.shape[2] = 4;
-         c.in.v.shape[3] = 3;
-       }},
-      {"v: expected a positive multiple of the 2 heads of q, got 1 heads", [](Call& c) { c.in.v.shape[2] = 1; }},
-      {"initial_state: expected shape [2, 2, 8, 6], got [2, 2, 8, 5]",
-       [](Call& c) { c.in.initial_state.shape[3] = 5; }},
-      {"scale: expected a finite number, got nan", [](Call& c) { c.data.spec.scale = std::nan(""); }},
-      {"chunk_size: expected 16, 32 or 64, got 48", [](Call& c) { c.data.spec.chunk_size = 48; }},
-      {"num_threads: ", [](Call& c) { c.context.num_threads = -1; }},
-      {"implementation: expected one of ", [](Call& c) { c.context.implementation = "fastest"; }},
-      {"o: expected a tensor, got none",
-       [](Call& c) { c.out.o = {}; },
-       {std::begin(kRelatedOps), std::end(kRelatedOps)},
-       kForward},
-      {"dq: expected memory apart from dk, or another slice of its rows, got an overlap of their address ranges",
-       [](Call& c) { c.out.dk.data = c.out.dq.data; },
-       {std::begin(kRelatedOps), std::end(kRelatedOps)},
-       kBackward},
-
-      {"g: expected a tensor, got none",
-       [](Call& c) { c.in.g = {}; },
-       {RelatedOp::kSimpleGla, RelatedOp::kGla, RelatedOp::kComba, RelatedOp::kDplr}},
-      {"g: expected shape [2, 5, 2], got [2, 5, 3]", [](Call& c) { c.in.g.shape[2] = 3; }, per_head},
-      {"g: expected shape [2, 5, 2, 8], got [2, 5, 2, 7]", [](Call& c) { c.in.g.shape[3] = 7; }, per_channel},
-      {"g: expected none without a gate",
-       [](Call& c) { c.in.g = c.in.q; },
-       {RelatedOp::kLinearAttention, RelatedOp::kIplr}},
-
-      {"g_gamma: expected none unless the gate is per head",
-       [](Call& c) { c.in.g_gamma = vector.view(); },
-       {RelatedOp::kLinearAttention, RelatedOp::kGla}},
-      {"g: expected none with g_gamma", [](Call& c) { c.in.g_gamma = vector.view(); }, simple},
-      {"g_gamma: expected shape [2], got [3]",
-       [](Call& c) {
-         c.in.g_gamma = longer.view();
-         c.in.g = {};
-       },
-       simple},
-      {"g_gamma: expected a floating type",
-       [](Call& c) {
-         c.in.g_gamma = vector.view();
-         c.in.g_gamma.dtype = DType::kI32;
-         c.in.g = {};
-       },
-       simple},
-      {"dg: expected none with g_gamma",
-       [](Call& c) {
-         c.in.g_gamma = vector.view();
-         c.in.g = {};
-       },
-       simple, kBackward},
-
-      {"p: expected shape [2, 5, 2, 8], got [2, 5, 2, 7]", [](Call& c) { c.in.p.shape[3] = 7; }, comba},
-      {"p: expected type fp32, got fp16", [](Call& c) { c.in.p.dtype = DType::kF16; }, comba},
-      {"beta: expected shape [2, 5, 2], got [2, 5, 2, 6]",
-       [](Call& c) {
-         const TensorView v = c.in.v;
-         c.in.beta = v;
-       },
-       comba},
-      {"dp: expected none without p, got a tensor", [](Call& c) { c.in.p = {}; }, comba, kBackward},
-      {"dp: expected shape [2, 5, 2, 8], got [2, 5, 2, 7]", [](Call& c) { c.out.dp.shape[3] = 7; }, comba, kBackward},
-      {"dbeta: expected none without beta, got a tensor", [](Call& c) { c.in.beta = {}; }, comba, kBackward},
-
-      {"a: expected a tensor, got none", [](Call& c) { c.in.a = {}; }, low_rank},
-      {"b: expected a tensor, got none", [](Call& c) { c.in.b = {}; }, low_rank},
-      {"a: expected shape [2, 5, 2, 8], got [2, 5, 2, 7]", [](Call& c) { c.in.a.shape[3] = 7; }, low_rank},
-      {"b: expected type fp32, got bf16", [](Call& c) { c.in.b.dtype = DType::kBF16; }, low_rank},
-      {"da: expected memory apart from b, or another slice of its rows, got an overlap of their address ranges",
-       [](Call& c) { c.out.da.data = c.in.b.data; }, low_rank, kBackward},
-      {"db: expected type fp32, got bf16", [](Call& c) { c.out.db.dtype = DType::kBF16; }, low_rank, kBackward},
+TEST(RelatedErrors, Messages) {
+  const auto per_channel = ops({RelatedOp::kGla, RelatedOp::kDplr}),
+             low_rank = ops({RelatedOp::kIplr, RelatedOp::kDplr});
+  const auto per_head = ops({RelatedOp::kSimpleGla, RelatedOp::kComba}), comba = ops({RelatedOp::kComba});
+  const auto simple = ops({RelatedOp::kSimpleGla});
+  const auto ungated = ops({RelatedOp::kLinearAttention, RelatedOp::kIplr});
+  const auto gated = ops({RelatedOp::kSimpleGla, RelatedOp::kGla, RelatedOp::kComba, RelatedOp::kDplr});
+  const std::string overlap = ", or another slice of its rows, got an overlap of their address ranges";
+  const auto with_gamma = [](int64_t heads, DType dtype = DType::kF32) {
+    return [=](Call& c) {
+      c["g_gamma"] = c.input(dtype, {heads});
+      c["g"] = {};
+    };
   };
+  expect_invalid(
+      all_small(),
+      Rows{
+          {"q absent", "q: expected a tensor, got none", absent("q")},
+          {"k narrow", "k: expected shape [2, 5, 2, 8], got [2, 5, 2, 7]", extent("k", 3, 7)},
+          {"k of bf16", "k: expected type fp32, got bf16", typed("k", DType::kBF16)},
+          {"v of 4 heads", "v: expected 2 heads as q, got 4 heads", as_input("v", DType::kF32, {2, 5, 4, 3})},
+          {"v of 1 head", "v: expected a positive multiple of the 2 heads of q, got 1 heads", extent("v", 2, 1)},
+          {"state", "initial_state: expected shape [2, 2, 8, 6], got [2, 2, 8, 5]", extent("initial_state", 3, 5)},
+          {"scale", "scale: expected a finite number, got nan", with_spec([](auto& spec) { spec.scale = kNaN; })},
+          {"chunks", "chunk_size: expected 16, 32 or 64, got 48", with_spec([](auto& spec) { spec.chunk_size = 48; })},
+          {"o absent", "o: expected a tensor, got none", absent("o"), kOnlyForward},
+          {"dq over dk", "dq: expected memory apart from dk" + overlap, in_memory_of("dk", "dq"), kOnlyBackward},
+
+          {"g absent", "g: expected a tensor, got none", absent("g"), kAllModes, gated},
+          {"g of 3 heads", "g: expected shape [2, 5, 2], got [2, 5, 3]", extent("g", 2, 3), kAllModes, per_head},
+          {"g narrow", "g: expected shape [2, 5, 2, 8], got [2, 5, 2, 7]", extent("g", 3, 7), kAllModes, per_channel},
+          {"g without a gate", "g: expected none without a gate", over("g", "q"), kAllModes, ungated},
+
+          {"g_gamma", "g_gamma: expected none unless the gate is per head", as_input("g_gamma", DType::kF32, {2}),
+           kAllModes, ops({RelatedOp::kLinearAttention, RelatedOp::kGla})},
+          {"g and g_gamma", "g: expected none with g_gamma", as_input("g_gamma", DType::kF32, {2}), kAllModes, simple},
+          {"g_gamma long", "g_gamma: expected shape [2], got [3]", with_gamma(3), kAllModes, simple},
+          {"g_gamma type", "g_gamma: expected a floating type", with_gamma(2, DType::kI32), kAllModes, simple},
+          {"dg with g_gamma", "dg: expected none with g_gamma", with_gamma(2), kOnlyBackward, simple},
+
+          {"p narrow", "p: expected shape [2, 5, 2, 8], got [2, 5, 2, 7]", extent("p", 3, 7), kAllModes, comba},
+          {"p of fp16", "p: expected type fp32, got fp16", typed("p", DType::kF16), kAllModes, comba},
+          {"beta per value", "beta: expected shape [2, 5, 2], got [2, 5, 2, 6]", over("beta", "v"), kAllModes, comba},
+          {"no p", "dp: expected none without p, got a tensor", absent("p"), kOnlyBackward, comba},
+          {"dp narrow", "dp: expected shape [2, 5, 2, 8], got [2, 5, 2, 7]", extent("dp", 3, 7), kOnlyBackward, comba},
+          {"no beta", "dbeta: expected none without beta, got a tensor", absent("beta"), kOnlyBackward, comba},
+
+          {"a absent", "a: expected a tensor, got none", absent("a"), kAllModes, low_rank},
+          {"b absent", "b: expected a tensor, got none", absent("b"), kAllModes, low_rank},
+          {"a narrow", "a: expected shape [2, 5, 2, 8], got [2, 5, 2, 7]", extent("a", 3, 7), kAllModes, low_rank},
+          {"b of bf16", "b: expected type fp32, got bf16", typed("b", DType::kBF16), kAllModes, low_rank},
+          {"da over b", "da: expected memory apart from b" + overlap, in_memory_of("da", "b"), kOnlyBackward, low_rank},
+          {"db of bf16", "db: expected type fp32, got bf16", typed("db", DType::kBF16), kOnlyBackward, low_rank},
+      });
 }
 
-RelatedSpec small(RelatedOp op) {
-  RelatedSpec spec = spec_of(op, 5, 8, 6, 2);
-  spec.B = 2;
-  return spec;
+TEST(RelatedErrors, EveryView) {
+  expect_every_view_is_checked<RelatedCase>(all_small(), {"q", "v"});
+  expect_every_view_is_checked<RelatedCase>(all_packed(), {"q", "v"});
 }
 
-TEST(RelatedErrors, MessagesAndUntouchedOutputs) {
-  for (const Malformed& one : malformed()) {
-    for (RelatedOp op : one.ops) {
-      for (bool backward : {false, true}) {
-        if ((one.modes & (backward ? kBackward : kForward)) == 0) continue;
-        Call call(small(op), backward);
-        one.spoil(call);
-        const std::string what = std::string(name_of(op)) + (backward ? " backward: " : " forward: ") + one.message;
-        try {
-          call.run();
-          ADD_FAILURE() << what << ": no error";
-        } catch (const Error& error) {
-          EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument) << what;
-          EXPECT_EQ(std::string(error.what()).substr(0, one.message.size()), one.message) << what;
-        }
-        EXPECT_TRUE(call.untouched()) << what;
-      }
-    }
-  }
-}
+TEST(RelatedErrors, Contexts) { expect_invalid(all_small(), malformed_contexts<RelatedCase>("q")); }
+TEST(RelatedErrors, Sequences) { expect_invalid(all_packed(), malformed_sequences<RelatedCase>()); }
 
 TEST(RelatedErrors, LowRankHasNoGatePerHead) {
   DplrForward args;
@@ -182,19 +107,11 @@ TEST(RelatedErrors, LowRankHasNoGatePerHead) {
 
 TEST(RelatedErrors, OtherDevices) {
   for (RelatedOp op : kRelatedOps) {
-    RelatedSpec spec = small(op);
-    spec.T = 0;
-    Call call(spec, false);
+    Call call(Mode::kForward, spec_of(op, 0, 8, 6, 2));
     call.context.device.type = DeviceType::kCuda;
     call.context.trust_pointers = true;  // where there is a device, the pointers would be refused first
-    for (TensorView* view : call.in.all()) view->device.type = DeviceType::kCuda;
-    for (TensorView* view : call.out.all()) view->device.type = DeviceType::kCuda;
-    try {
-      call.run();
-      ADD_FAILURE() << "no error";
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::kUnsupported) << error.what();
-    }
+    for (const support::NamedView& named : call.call->views()) named.view->device.type = DeviceType::kCuda;
+    expect_refused(call, ErrorCode::kUnsupported);
   }
 }
 
@@ -202,7 +119,7 @@ TEST(RelatedErrors, OtherDevices) {
 TEST(RelatedValidCalls, Empty) {
   for (RelatedOp op : kRelatedOps) {
     for (RelatedSpec spec : {spec_of(op, 0, 8, 6, 2), with_lengths(spec_of(op, 0, 8, 6, 2), {0, 0, 0})}) {
-      for (const std::string& name : implementations(op, "forward")) {
+      for (const std::string& name : implementations(op, Mode::kForward)) {
         const RelatedCase problem = support::draw(spec, 4);
         const RelatedResults results = support::forward(problem, context_for(name), true);
         EXPECT_EQ(results.final_state.values(), problem.initial_state.values()) << name;
@@ -210,20 +127,17 @@ TEST(RelatedValidCalls, Empty) {
         EXPECT_EQ(gradients.d_initial_state.values(), problem.d_final_state.values()) << name;
       }
     }
-    RelatedSpec nobody = spec_of(op, 5, 8, 6, 2);
-    nobody.B = 0;
+    const RelatedSpec nobody = with_batch(spec_of(op, 5, 8, 6, 2), 0);
     support::forward(support::draw(nobody, 4), {}, true);
     support::backward(support::draw(nobody, 4), {});
-    RelatedCase problem = support::draw(small(op), 4);
-    RelatedResults none;
-    support::run_backward(problem.spec, {}, views_of(problem), views_of(none));
+    call_of(Mode::kBackward, support::draw(small(op), 4), RelatedResults()).run({});
   }
 }
 
 TEST(RelatedImplementations, ListsEndWithTheReference) {
   for (RelatedOp op : kRelatedOps) {
-    for (const char* mode : {"forward", "backward"}) {
-      EXPECT_EQ(implementations(op, mode).back(), "reference") << name_of(op) << " " << mode;
+    for (Mode mode : {Mode::kForward, Mode::kBackward}) {
+      EXPECT_EQ(implementations(op, mode).back(), "reference") << name_of(op) << " " << name_of(mode);
     }
   }
 }

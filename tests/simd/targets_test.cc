@@ -9,7 +9,7 @@
 
 #include "cpu/simd/targets.h"
 #include "fastweight/info.h"
-#include "tests/delta_rule/cases.h"
+#include "tests/delta_rule/grid.h"
 // After the choice of targets.
 #include "hwy/tests/hwy_gtest.h"
 
@@ -61,16 +61,9 @@ INSTANTIATE_TEST_SUITE_P(Targets, Targets,
                                             ::testing::ValuesIn(kGates)),
                          name_of_case);
 
-TEST_P(Targets, Forward) {
-  for (const DeltaRuleCase& problem : problems(70)) check_forward(problem, true);
-}
-
-TEST_P(Targets, Backward) {
-  for (const DeltaRuleCase& problem : problems(70)) check_backward(problem);
-}
-
-TEST_P(Targets, Step) {
-  for (const DeltaRuleCase& problem : problems(3)) check_step(problem);
+TEST_P(Targets, AgreeWithTheReference) {
+  for (const DeltaRuleCase& problem : problems(70)) check(problem);
+  for (const DeltaRuleCase& problem : problems(3)) check(Mode::kStep, problem);
 }
 
 }  // namespace

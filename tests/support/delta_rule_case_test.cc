@@ -76,7 +76,7 @@ TEST(DeltaRuleCase, ShapesAndTypes) {
   EXPECT_EQ(a.initial_state.shape(), (std::vector<int64_t>{3, 4, 5, 16}));
   EXPECT_EQ(a.q.dtype(), DType::kBF16);
   EXPECT_EQ(a.initial_state.dtype(), DType::kF32);
-  EXPECT_EQ(a.op(), "kda");
+  EXPECT_STREQ(name_of(a.spec.options.gate), "kda");
 
   const DeltaRuleCase exact = in_double(a);
   EXPECT_EQ(exact.q.values(), a.q.values());

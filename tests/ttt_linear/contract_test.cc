@@ -2,9 +2,8 @@
 // to step.
 #include <gtest/gtest.h>
 
-#include "tests/ttt_linear/cases.h"
-
 #include "tests/contract.h"
+#include "tests/ttt_linear/grid.h"
 
 namespace fastweight::test {
 namespace {
@@ -18,31 +17,17 @@ std::vector<TttLinearSpec> specs(int64_t T) {
   return first<TttLinearSpec>({spec_of(T, 20, 2), half, spec_of(T, 128), bfloat}, 2);
 }
 
-constexpr auto kRunForward = [](const TttLinearCase& x, const Context& c) { return support::forward(x, c); };
-constexpr auto kRunBackward = [](const TttLinearCase& x, const Context& c) { return support::backward(x, c); };
-constexpr auto kRunStep = [](const TttLinearCase& x, const Context& c) { return support::step(x, c); };
-
 TEST(Contract, SameBitsForEveryThreadCount) {
-  for (TttLinearSpec spec : specs(reduced() ? 69 : 133)) {
-    spec.B = 3;
-    for (const TttLinearSpec& one : {spec, with_lengths(spec, {5, 0, 64, 1, 63})}) {
-      const TttLinearCase problem = draw(one, 81);
-      expect_same_for_every_thread_count(problem, implementations("forward"), "forward", kRunForward);
-      expect_same_for_every_thread_count(problem, implementations("backward"), "backward", kRunBackward);
-      expect_same_for_every_thread_count(problem, implementations("step"), "step", kRunStep);
-    }
+  for (const TttLinearSpec& spec : specs(reduced() ? 69 : 133)) {
+    expect_same_for_every_thread_count(draw(with_batch(spec, 3), 81));
+    expect_same_for_every_thread_count(draw(with_lengths(spec, {5, 0, 64, 1, 63}), 81));
   }
 }
 
 TEST(Contract, SameBitsAloneAndInABatch) {
-  for (TttLinearSpec spec : specs(69)) {
-    spec.B = 3;
-    for (const TttLinearSpec& one : {spec, with_lengths(spec, {5, 0, 64, 1, 70})}) {
-      const TttLinearCase problem = draw(one, 82);
-      expect_same_alone(problem, implementations("forward"), "forward", kRunForward);
-      expect_same_alone(problem, implementations("backward"), "backward", kRunBackward);
-      expect_same_alone(problem, implementations("step"), "step", kRunStep);
-    }
+  for (const TttLinearSpec& spec : specs(69)) {
+    expect_same_alone(draw(with_batch(spec, 3), 82));
+    expect_same_alone(draw(with_lengths(spec, {5, 0, 64, 1, 70}), 82));
   }
 }
 
@@ -52,25 +37,20 @@ TEST(Contract, SameBitsBeforeWhatIsNotANumber) {
   for (const TttLinearSpec& spec : specs(kTokens)) {
     const TttLinearCase problem = draw(spec, 86);
     for (int64_t token : first<int64_t>({25, 72, 47, 16}, 2)) {
-      expect_not_reached(problem, {&TttLinearCase::q, &TttLinearCase::k, &TttLinearCase::v, &TttLinearCase::eta}, token,
-                         0, token, implementations("forward"), "forward", kRunForward);
-      expect_not_reached(problem, {&TttLinearCase::d_o}, token, token + 1, kTokens, implementations("backward"),
-                         "backward", kRunBackward);
+      expect_not_reached(Mode::kForward, problem,
+                         {&TttLinearCase::q, &TttLinearCase::k, &TttLinearCase::v, &TttLinearCase::eta}, token, 0,
+                         token);
+      expect_not_reached(Mode::kBackward, problem, {&TttLinearCase::d_o}, token, token + 1, kTokens);
     }
   }
 }
 
 // A chunk is a mini-batch.
 TEST(Contract, SameBitsWhenCut) {
-  const std::vector<std::string> forwards = implementations("forward");
   for (const Cut& cut : cuts()) {
     for (TttLinearSpec spec : specs(cut.tokens)) {
       spec.options.mini_batch = cut.chunk_size;
-      const TttLinearCase problem = draw(spec, 83);
-      for (const std::string& name : and_automatic(forwards)) expect_same_when_forward_is_cut(problem, cut.at, name);
-      for (const std::string& name : and_automatic(implementations("backward"))) {
-        expect_same_when_backward_is_cut(problem, cut.at, name, forwards);
-      }
+      expect_same_when_cut(draw(spec, 83), cut.at);
     }
   }
 }
@@ -79,9 +59,9 @@ TEST(Contract, SameBitsWhenCut) {
 TEST(Contract, SameBitsTokenByToken) {
   for (const TttLinearSpec& spec : specs(37)) {
     const TttLinearCase given = draw(spec, 84);
-    for (const std::string& name : and_automatic(implementations("step"))) {
+    for (const std::string& name : and_automatic(implementations(Mode::kStep))) {
       const TttLinearCase problem = exact_for(name, given);
-      const auto whole = unless_declined("step", name, [&] { return support::step(problem, context_for(name)); });
+      const auto whole = unless_declined(Mode::kStep, name, [&] { return support::step(problem, context_for(name)); });
       if (!whole) continue;
       TttLinearOpen open = support::opened(problem);
       for (int64_t t = 0; t < spec.T; ++t) {
@@ -106,10 +86,10 @@ TEST(Contract, SameBitsAfterPrefillAndSteps) {
     for (int32_t mini_batch : {16, 32, 64}) {
       spec.options.mini_batch = mini_batch;
       const TttLinearCase given = draw(spec, 85);
-      for (const std::string& name : and_automatic(implementations("step"))) {
+      for (const std::string& name : and_automatic(implementations(Mode::kStep))) {
         const TttLinearCase problem = exact_for(name, given);
         const auto whole =
-            unless_declined("forward", name, [&] { return support::forward(problem, context_for(name)); });
+            unless_declined(Mode::kForward, name, [&] { return support::forward(problem, context_for(name)); });
         if (!whole) continue;
         for (int64_t at : {0, 64, 128}) {
           const TttLinearResults head = support::forward(slice_tokens(problem, 0, at), context_for(name));

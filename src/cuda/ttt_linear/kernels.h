@@ -5,15 +5,26 @@
 #include <string>
 
 #include "core/ttt_linear_problem.h"
+#include "cuda/decline_reasons.h"
 
 namespace fastweight::cuda::ttt {
 
-// Mini-batches of 16 tokens; of 32 and 64.
+// What no kernel of the family takes.
+template <class Problem>
+std::string beyond_all_kernels(const Problem& problem) {
+  const std::string reason = no_fp64(problem);
+  return reason.empty() ? too_many_heads(problem.sizes.num_heads) : reason;
+}
+
+// Mini-batches of 16 tokens, then of 32 and 64: tensor cores with 16-bit operands.
 void chunk_chain_forward(const TttLinearForwardProblem& problem, const Context& context);
 std::string declines_chunk_chain(const TttLinearForwardProblem& problem);
+std::string chunk_chain_config(const TttLinearForwardProblem& problem);
 void chunk_tiles_forward(const TttLinearForwardProblem& problem, const Context& context);
 std::string declines_chunk_tiles(const TttLinearForwardProblem& problem);
+std::string chunk_tiles_config(const TttLinearForwardProblem& problem);
 
+// Token by token.
 void recurrent_forward(const TttLinearForwardProblem& problem, const Context& context);
 void recurrent_step(const TttLinearStepProblem& problem, const Context& context);
 

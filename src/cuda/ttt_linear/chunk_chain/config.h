@@ -12,13 +12,13 @@ struct ChainConfig {
   bool full = false;        // D is the kernel's, no column has to be masked
   int threads = 0;          // of a block: for every 16 columns a warp of the chain and its partner
   size_t shared_bytes = 0;  // of a block
+
+  std::string text() const {
+    return (full ? "D = " : "D < ") + std::to_string(padded_dim) + ", " + std::to_string(threads) + " threads, " +
+           std::to_string(shared_bytes) + " bytes of shared memory";
+  }
 };
 
 ChainConfig chain_config(int64_t head_dim);
-
-inline std::string describe(const ChainConfig& config) {
-  return (config.full ? "D = " : "D < ") + std::to_string(config.padded_dim) + ", " + std::to_string(config.threads) +
-         " threads, " + std::to_string(config.shared_bytes) + " bytes of shared memory";
-}
 
 }  // namespace fastweight::cuda::ttt

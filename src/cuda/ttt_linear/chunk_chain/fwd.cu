@@ -19,11 +19,16 @@ ChainConfig chain_config(int64_t head_dim) {
 }
 
 std::string declines_chunk_chain(const TttLinearForwardProblem& problem) {
+  if (const std::string reason = beyond_all_kernels(problem); !reason.empty()) return reason;
   const TensorView& q = problem.args.in.q;
   const int32_t mini_batch = problem.args.options.mini_batch;
   if (q.dtype != DType::kBF16 && q.dtype != DType::kF16) return "q, k and v must be bf16 or fp16";
   if (mini_batch != kTileRows) return "takes mini-batches of 16 tokens, got " + std::to_string(mini_batch);
   return lacks_shared_memory(chain_config(problem.sizes.head_dim).shared_bytes, q.device.index);
+}
+
+std::string chunk_chain_config(const TttLinearForwardProblem& problem) {
+  return chain_config(problem.sizes.head_dim).text();
 }
 
 void chunk_chain_forward(const TttLinearForwardProblem& problem, const Context& context) {

@@ -74,10 +74,6 @@ struct Signals {
 template <int kD>
 using KeyFragments = uint32_t[kD / 16][4];
 
-// Whether there are registers for these operands long before their use.
-template <int kD>
-constexpr bool kLoadsEarly = kD == 64;
-
 // The stages of the chain. What a warp keeps from one to the next are local variables of run_chain that are handed to
 // them: as members they would stay in memory until loops are unrolled, and cost spills.
 template <DType kType, int kD, bool kFull>
@@ -88,7 +84,7 @@ struct ChainWarp {
   ChainShared<kD>& shared;
 
   static constexpr int kSteps = kD / 16;
-  static constexpr bool kEarly = kLoadsEarly<kD>;
+  static constexpr bool kEarly = kD == 64;  // registers for the operands long before their use
 
   // Where the fragments of k of a stage are.
   __device__ __forceinline__ uint32_t load_keys(int stage, KeyFragments<kD>& k_rows) const {

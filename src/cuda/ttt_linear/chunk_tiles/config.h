@@ -13,15 +13,15 @@ struct TilesConfig {
   int threads = 0;          // of a block: a warp for every 16 columns
   int stages = 0;           // mini-batches in shared memory: the one at hand and those on their way
   size_t shared_bytes = 0;  // of a block
+
+  std::string text() const {
+    return "D <= " + std::to_string(padded_dim) + ", C = " + std::to_string(mini_batch) + ", " +
+           std::to_string(threads) + " threads, " + std::to_string(stages) + " stages, " +
+           std::to_string(shared_bytes) + " bytes of shared memory";
+  }
 };
 
 // With as many stages, from 2 to 4, as fit into what a block of the device may have; if not even 2 do, with 2.
 TilesConfig tiles_config(int64_t head_dim, int32_t mini_batch, size_t available_shared_bytes);
-
-inline std::string describe(const TilesConfig& config) {
-  return "D <= " + std::to_string(config.padded_dim) + ", C = " + std::to_string(config.mini_batch) + ", " +
-         std::to_string(config.threads) + " threads, " + std::to_string(config.stages) + " stages, " +
-         std::to_string(config.shared_bytes) + " bytes of shared memory";
-}
 
 }  // namespace fastweight::cuda::ttt

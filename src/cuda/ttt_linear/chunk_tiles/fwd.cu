@@ -32,12 +32,15 @@ TilesConfig tiles_config(int64_t head_dim, int32_t mini_batch, size_t available_
 }
 
 std::string declines_chunk_tiles(const TttLinearForwardProblem& problem) {
+  if (const std::string reason = beyond_all_kernels(problem); !reason.empty()) return reason;
   const TensorView& q = problem.args.in.q;
   const int32_t mini_batch = problem.args.options.mini_batch;
   if (q.dtype != DType::kBF16 && q.dtype != DType::kF16) return "q, k and v must be bf16 or fp16";
   if (mini_batch == kTileRows) return "takes mini-batches of 32 or 64 tokens, got " + std::to_string(mini_batch);
   return lacks_shared_memory(config_for(problem).shared_bytes, q.device.index);
 }
+
+std::string chunk_tiles_config(const TttLinearForwardProblem& problem) { return config_for(problem).text(); }
 
 void chunk_tiles_forward(const TttLinearForwardProblem& problem, const Context& context) {
   const TilesConfig config = config_for(problem);
