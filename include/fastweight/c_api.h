@@ -2,8 +2,8 @@
  *
  * Every struct but fw_tensor begins with its size, which the matching _init function sets together with the defaults.
  * Fields are only ever added, at the end: a size that an earlier release had is accepted, and what is missing gets its
- * default. Any other size is refused, so a program never runs with structs of another layout. A tensor that is all
- * zeros is absent.
+ * default. A size below that of the first release or above that of this one is refused. A tensor that is all zeros is
+ * absent.
  *
  * Functions return FW_OK or a status; fw_last_error() then says what was wrong. A refused call,
  * FW_INVALID_ARGUMENT or FW_UNSUPPORTED, has written nothing. After every other failure the outputs are undefined, and
