@@ -196,6 +196,7 @@ class GradientResults {
  public:
   // `like` has the type of the problem.
   GradientResults(Backward& args, const TensorView& like, int64_t asked_for) {
+    static_assert(gradients_follow_inputs<Backward>());
     using Inputs = decltype(args.in);
     Tensor* next = tensors_.data();
     for (const auto& row : kTensors<Backward>) {

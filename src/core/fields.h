@@ -122,6 +122,16 @@ constexpr bool gradients_name_inputs() {
   return true;
 }
 
+// Whether the gradients of a backward stand in the order of the first inputs, one for each: Python pairs them by place.
+template <class Backward>
+constexpr bool gradients_follow_inputs() {
+  auto input = kTensors<decltype(Backward::in)>.begin();
+  for (const auto& row : kTensors<Backward>) {
+    if (row.gradient_of != nullptr && std::string_view(row.gradient_of) != (input++)->name) return false;
+  }
+  return true;
+}
+
 // The gradients that a backward is asked for: of inputs that are there, with their shape and type. Of a state's gradient
 // the family checks the rest, for states have shapes and types of their own.
 template <class Backward>

@@ -22,23 +22,23 @@ TensorView dense_view(DType dtype, std::initializer_list<int64_t> shape) {
 TEST(CudaLayout, VectorsOfFour) {
   for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     const TensorView view = dense_view(dtype, {2, 3, 4, 8});
-    EXPECT_TRUE(device_tensor(view).vec4s);
+    EXPECT_TRUE(device_tensor(view).aligned_vec4);
 
     TensorView shifted = view;
     shifted.data = static_cast<char*>(view.data) + 2 * element_size(dtype);
-    EXPECT_FALSE(device_tensor(shifted).vec4s) << "two elements off";
+    EXPECT_FALSE(device_tensor(shifted).aligned_vec4) << "two elements off";
     shifted.data = static_cast<char*>(view.data) + 4 * element_size(dtype);
-    EXPECT_TRUE(device_tensor(shifted).vec4s) << "one vec4 off";
+    EXPECT_TRUE(device_tensor(shifted).aligned_vec4) << "one vec4 off";
 
-    EXPECT_FALSE(device_tensor(dense_view(dtype, {2, 3, 4, 6})).vec4s) << "a row of six";
+    EXPECT_FALSE(device_tensor(dense_view(dtype, {2, 3, 4, 6})).aligned_vec4) << "a row of six";
     TensorView gaps = view;
     gaps.strides[2] = 10;
-    EXPECT_FALSE(device_tensor(gaps).vec4s) << "rows ten apart";
+    EXPECT_FALSE(device_tensor(gaps).aligned_vec4) << "rows ten apart";
     gaps.shape[2] = 1;
-    EXPECT_TRUE(device_tensor(gaps).vec4s) << "one row: its stride does not matter";
+    EXPECT_TRUE(device_tensor(gaps).aligned_vec4) << "one row: its stride does not matter";
     TensorView spread = view;
     spread.strides[3] = 2;
-    EXPECT_FALSE(device_tensor(spread).vec4s) << "every second element";
+    EXPECT_FALSE(device_tensor(spread).aligned_vec4) << "every second element";
   }
   EXPECT_FALSE(device_tensor({}).present());
 }
@@ -48,10 +48,10 @@ TEST(CudaLayout, StatesInEitherOrder) {
   const DeviceStates a = device_states(k_first, false), b = device_states(v_first, true);
   EXPECT_EQ(a.k_stride, 40);
   EXPECT_EQ(a.v_stride, 1);
-  EXPECT_TRUE(a.v_vec4s && !a.k_vec4s);
+  EXPECT_TRUE(a.v_aligned_vec4 && !a.k_aligned_vec4);
   EXPECT_EQ(b.k_stride, 1);
   EXPECT_EQ(b.v_stride, 24);
-  EXPECT_TRUE(b.k_vec4s && !b.v_vec4s);
+  EXPECT_TRUE(b.k_aligned_vec4 && !b.v_aligned_vec4);
   for (const DeviceStates& states : {a, b}) {
     EXPECT_EQ(states.outer_strides[0], 2 * 24 * 40);
     EXPECT_EQ(states.outer_strides[1], 24 * 40);
@@ -59,7 +59,7 @@ TEST(CudaLayout, StatesInEitherOrder) {
   const DeviceStates chunks = device_states(dense_view(DType::kBF16, {1, 7, 2, 24, 40}), false);
   EXPECT_EQ(chunks.outer_strides[1], 2 * 24 * 40);
   EXPECT_EQ(chunks.outer_strides[2], 24 * 40);
-  EXPECT_FALSE(device_states(dense_view(DType::kF32, {5, 2, 24, 3}), false).v_vec4s) << "three columns";
+  EXPECT_FALSE(device_states(dense_view(DType::kF32, {5, 2, 24, 3}), false).v_aligned_vec4) << "three columns";
 }
 
 TEST(CudaLayout, OptionsOfAProblem) {
@@ -88,13 +88,13 @@ TEST(CudaLayout, OptionsOfAProblem) {
   EXPECT_EQ(device.beta_factor, 2.0f);
   EXPECT_EQ(device.lower_bound, -5.0f);
   EXPECT_TRUE(device.has_lower_bound && device.gate_in_kernel && device.beta_sigmoid && device.beta_per_value);
-  EXPECT_TRUE(device.qkv_vec4s);
+  EXPECT_TRUE(device.qkv_aligned_vec4);
   EXPECT_FALSE(device.a_log.present() || device.dt_bias.present());
 
   problem.args.options.lower_bound = DeltaRuleOptions::kUnset;
   problem.args.in.v.strides[1] += 2;
   EXPECT_FALSE(device_problem(problem).has_lower_bound);
-  EXPECT_FALSE(device_problem(problem).qkv_vec4s);
+  EXPECT_FALSE(device_problem(problem).qkv_aligned_vec4);
 }
 
 // How the scans are cut, for devices that are not here: so many multiprocessors, so much shared memory in a block.

@@ -93,7 +93,7 @@ def opcheck_cases():
     yield "short_conv_differentiable", (*(x.clone().requires_grad_() for x in convolution[:4]), None, 1, None, True)
     yield "short_conv_backward", (torch.randn(1, 20, 8), None, *convolution, 1, 0b1111)
     x, weight, bias, state, _ = convolution
-    yield "short_conv_step", (state, None, x[:, :1], weight, bias, None, None, 1, None)
+    yield "short_conv_step", (None, state, None, x[:, :1], weight, bias, None, None, 1)
     for suffix in ("forward", "differentiable"):
         grad = suffix == "differentiable"
         matrix, gate = torch.randn(1, 20, 2, 16, requires_grad=grad), torch.randn(1, 20, 2, requires_grad=grad)

@@ -114,17 +114,17 @@ __device__ __forceinline__ void transposed_product(float* J, float* G, int rows,
   }
 }
 
-// dA = -slower(P J^T) to the caller, where P is in the registers of the threads on and below the diagonal. J_columns
-// holds J^T; P_columns is free when the function is entered. Two barriers.
+// dA = -slower(Z J^T) to the caller, where Z is in the registers of the threads on and below the diagonal. J_columns
+// holds J^T; Z_columns is free when the function is entered. Two barriers.
 __device__ __forceinline__ void store_inverse_adjoint(const DeviceTensor& da, const ChunkSpan& span, int64_t head,
-                                                      int chunk_size, const GridPlace& at, const float (&P)[4][4],
-                                                      const Slab& J_columns, const Slab& P_columns) {
+                                                      int chunk_size, const GridPlace& at, const float (&Z)[4][4],
+                                                      const Slab& J_columns, const Slab& Z_columns) {
   const bool in_matrix = 4 * at.column < chunk_size, computes = at.column <= at.row;
   if (computes) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) P_columns.at(4 * at.column + j, 4 * at.row + i) = P[i][j];
+      for (int j = 0; j < 4; ++j) Z_columns.at(4 * at.column + j, 4 * at.row + i) = Z[i][j];
     }
   }
   __syncthreads();
@@ -133,7 +133,7 @@ __device__ __forceinline__ void store_inverse_adjoint(const DeviceTensor& da, co
 #pragma unroll 4
     for (int m = 0; m < 4 * at.column + 4; ++m) {
       float a[4], b[4];
-      unpack(P_columns.group(m, at.row), a);
+      unpack(Z_columns.group(m, at.row), a);
       unpack(J_columns.group(m, at.column), b);
       outer_product(a, b, c);
     }

@@ -87,7 +87,7 @@ __device__ __forceinline__ int64_t offset_of(const DeviceTensor& x, const ChunkS
   return row_offset(x, span.batch, span.begin + token, columns.head) + columns.offset * x.strides[3];
 }
 
-// kColumns == 4: the tensor has vec4s.
+// kColumns == 4: the tensor has aligned_vec4.
 template <DType kType, int kColumns>
 __device__ __forceinline__ void load_tile(const DeviceTensor& x, int64_t offset, int64_t step, int tokens,
                                           float (&values)[kTile][kColumns]) {
@@ -119,9 +119,9 @@ __device__ __forceinline__ void store(const DeviceTensor& y, int64_t offset, con
   if constexpr (kColumns == 1) {
     store_float(y.data, y.dtype, offset, values[0]);
   } else if (kType == DType::kF32 || y.dtype == DType::kF32) {
-    store_quad<DType::kF32>(element_at(y.data, DType::kF32, offset), values);
+    store_vec4<DType::kF32>(element_at(y.data, DType::kF32, offset), values);
   } else {
-    store_quad<kType>(element_at(y.data, kType, offset), values);
+    store_vec4<kType>(element_at(y.data, kType, offset), values);
   }
 }
 
@@ -284,9 +284,9 @@ __global__ void __launch_bounds__(kThreads) gate_sums_kernel(const __grid_consta
 
 // Calls body.template operator()<kType, kColumns>().
 template <class Body>
-void with_columns(DType dtype, bool vec4s, const Body& body) {
+void with_columns(DType dtype, bool aligned_vec4, const Body& body) {
   with_element_type(dtype, [&]<DType kType>() {
-    vec4s ? body.template operator()<kType, 4>() : body.template operator()<kType, 1>();
+    aligned_vec4 ? body.template operator()<kType, 4>() : body.template operator()<kType, 1>();
   });
 }
 
@@ -330,8 +330,8 @@ void run_forward(Args args, const NumberedChunks& chunks, const Context& context
   args.chunked = chunks.chunked();
   args.num_chunks = chunks.count();
   if (args.num_chunks == 0) return;
-  const bool vec4s = args.x.vec4s && args.y.vec4s && worth_vec4s(args.columns);
-  with_columns(args.x.dtype, vec4s, [&]<DType kType, int kColumns>() {
+  const bool aligned_vec4 = args.x.aligned_vec4 && args.y.aligned_vec4 && worth_vec4s(args.columns);
+  with_columns(args.x.dtype, aligned_vec4, [&]<DType kType, int kColumns>() {
     launch<gate_forward_kernel<kType, kColumns>>(
         "gate forward", context, {blocks_for(args.num_chunks * (args.columns / kColumns)), kThreads}, args);
   });
@@ -366,8 +366,9 @@ void blocks::direct(const BlockProblem<GateActivationBackward>& problem, const C
   const DeviceWorkspace workspace(context, static_cast<size_t>(2 * args.num_runs * args.columns) * sizeof(double));
   args.sums = static_cast<double*>(workspace.data());
   if (args.num_runs > 0) {
-    const bool vec4s = args.x.vec4s && args.dg.vec4s && (!args.dx.present() || args.dx.vec4s);
-    with_columns(args.x.dtype, vec4s && worth_vec4s(args.columns), [&]<DType kType, int kColumns>() {
+    const bool aligned_vec4 =
+        args.x.aligned_vec4 && args.dg.aligned_vec4 && (!args.dx.present() || args.dx.aligned_vec4);
+    with_columns(args.x.dtype, aligned_vec4 && worth_vec4s(args.columns), [&]<DType kType, int kColumns>() {
       launch<gate_backward_kernel<kType, kColumns>>(
           "gate backward", context, {blocks_for(args.num_runs * (args.columns / kColumns)), kThreads}, args);
     });

@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_vec4s(const RowTensor& x, int64_t start, in
     const int64_t at = first + q * step;
     raw[q] = {};
     if (at >= width) continue;
-    if (x.tensor.vec4s) {
+    if (x.tensor.aligned_vec4) {
       raw[q] = load_vec4<kType>(element_at(x.tensor.data, kType, start + at));
     } else {
       const int count = static_cast<int>(width - at < 4 ? width - at : 4);
@@ -80,13 +80,13 @@ __device__ __forceinline__ void store_vec4s(const RowTensor& y, int64_t start, i
   for (int q = 0; q < kVec4s; ++q) {
     const int64_t at = first + q * step;
     if (at >= width) continue;
-    if (!y.tensor.vec4s) {
+    if (!y.tensor.aligned_vec4) {
       const int count = static_cast<int>(width - at < 4 ? width - at : 4);
-      scatter_quad(y.tensor.data, y.tensor.dtype, start + at * y.stride, y.stride, count, values[q]);
+      scatter_vec4(y.tensor.data, y.tensor.dtype, start + at * y.stride, y.stride, count, values[q]);
     } else if (kType == DType::kF32 || y.tensor.dtype == DType::kF32) {
-      store_quad<DType::kF32>(element_at(y.tensor.data, DType::kF32, start + at), values[q]);
+      store_vec4<DType::kF32>(element_at(y.tensor.data, DType::kF32, start + at), values[q]);
     } else {
-      store_quad<kType>(element_at(y.tensor.data, kType, start + at), values[q]);
+      store_vec4<kType>(element_at(y.tensor.data, kType, start + at), values[q]);
     }
   }
 }

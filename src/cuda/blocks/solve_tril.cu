@@ -45,8 +45,8 @@ __device__ __forceinline__ void load_lower(const Args& args, const ChunkSpan& sp
     if (row < span.length && column < row) {
       const int64_t offset = row_offset(a, span.batch, span.begin + row, head) + column * a.strides[3];
       with_type(a.dtype, [&](auto type) {
-        decode_vec4<type.value>(a.vec4s ? load_vec4<type.value>(element_at(a.data, type.value, offset))
-                                        : gather_vec4(a.data, type.value, offset, a.strides[3], row - column),
+        decode_vec4<type.value>(a.aligned_vec4 ? load_vec4<type.value>(element_at(a.data, type.value, offset))
+                                               : gather_vec4(a.data, type.value, offset, a.strides[3], row - column),
                                 values);
       });
     }
@@ -64,10 +64,10 @@ __device__ __forceinline__ void store_rows(const Args& args, const ChunkSpan& sp
     const int row = at / kVec4s, column = 4 * (at % kVec4s);
     const int64_t offset = row_offset(j, span.batch, span.begin + row, head) + column * j.strides[3];
     const float* values = T + row * kC + column;
-    if (j.vec4s) {
-      with_type(j.dtype, [&](auto type) { store_quad<type.value>(element_at(j.data, type.value, offset), values); });
+    if (j.aligned_vec4) {
+      with_type(j.dtype, [&](auto type) { store_vec4<type.value>(element_at(j.data, type.value, offset), values); });
     } else {
-      scatter_quad(j.data, j.dtype, offset, j.strides[3], 4, values);
+      scatter_vec4(j.data, j.dtype, offset, j.strides[3], 4, values);
     }
   }
 }

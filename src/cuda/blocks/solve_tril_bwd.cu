@@ -1,4 +1,4 @@
-// The adjoint of the inverse:  dA = -slower(P J^T),  P = J^T dJ, of which the lower part counts.
+// The adjoint of the inverse:  dA = -slower(Z J^T),  Z = J^T dJ, of which the lower part counts.
 //
 // A block has a chunk of a head.
 #include <algorithm>
@@ -23,7 +23,7 @@ struct Args {
 
 struct Shared {
   alignas(16) float J[kTileRows * kPitch];
-  alignas(16) float dJ[kTileRows * kPitch];  // then P^T
+  alignas(16) float dJ[kTileRows * kPitch];  // then Z^T
   alignas(16) float J_columns[kTileRows * kTileRows];
 };
 
@@ -43,10 +43,10 @@ __global__ void __launch_bounds__(kMostThreads) solve_adjoint_kernel(const __gri
       vec4_at(s.dJ, row, column) = make_float4(v[0], v[1], v[2], v[3]);
     });
     __syncthreads();
-    float P[4][4] = {};
-    if (at.column <= at.row) transposed_product(s.J, s.dJ, args.chunk_size, at, P);
+    float Z[4][4] = {};
+    if (at.column <= at.row) transposed_product(s.J, s.dJ, args.chunk_size, at, Z);
     __syncthreads();
-    store_inverse_adjoint(args.da, span, head, args.chunk_size, at, P, {s.J_columns}, {s.dJ});
+    store_inverse_adjoint(args.da, span, head, args.chunk_size, at, Z, {s.J_columns}, {s.dJ});
   }
 }
 

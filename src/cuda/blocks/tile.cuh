@@ -51,7 +51,7 @@ __device__ __forceinline__ void load_row_vec4(const DeviceTensor& x, int64_t off
                                               float (&values)[4]) {
   const int64_t at = offset + column * x.strides[3];
   with_type(x.dtype, [&](auto type) {
-    decode_vec4<type.value>(x.vec4s && column < width
+    decode_vec4<type.value>(x.aligned_vec4 && column < width
                                 ? load_vec4<type.value>(element_at(x.data, type.value, at))
                                 : gather_vec4(x.data, type.value, at, x.strides[3], width - column),
                             values);
@@ -62,10 +62,10 @@ __device__ __forceinline__ void load_row_vec4(const DeviceTensor& x, int64_t off
 __device__ __forceinline__ void store_row_vec4(const DeviceTensor& x, int64_t offset, int column, int width,
                                                const float (&values)[4]) {
   const int64_t at = offset + column * x.strides[3];
-  if (x.vec4s && column < width) {
-    with_type(x.dtype, [&](auto type) { store_quad<type.value>(element_at(x.data, type.value, at), values); });
+  if (x.aligned_vec4 && column < width) {
+    with_type(x.dtype, [&](auto type) { store_vec4<type.value>(element_at(x.data, type.value, at), values); });
   } else {
-    scatter_quad(x.data, x.dtype, at, x.strides[3], width - column, values);
+    scatter_vec4(x.data, x.dtype, at, x.strides[3], width - column, values);
   }
 }
 
@@ -86,7 +86,7 @@ __device__ __forceinline__ void read_vec4s(const DeviceTensor& x, int rows, int 
         raw[u] = {};
         const int64_t offset = at < count && column < width ? start(row) : int64_t{-1};
         if (offset < 0) continue;
-        raw[u] = x.vec4s
+        raw[u] = x.aligned_vec4
                      ? load_vec4<type.value>(element_at(x.data, type.value, offset + column))
                      : gather_vec4(x.data, type.value, offset + column * x.strides[3], x.strides[3], width - column);
       }

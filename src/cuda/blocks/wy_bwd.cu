@@ -4,10 +4,10 @@
 //     dk = sum over the group of beta * exp(gamma) * X,   dv = beta * Y
 //     dbeta  = rowsum(Y * v) + rowsum(X * exp(gamma) * k)
 //     dgamma = beta * X * exp(gamma) * k                              summed over d with one gate per head
-//     dA = -slower(P J^T),   P = X (beta * exp(gamma) * k)^T + Y (beta * v)^T
+//     dA = -slower(Z J^T),   Z = X (beta * exp(gamma) * k)^T + Y (beta * v)^T
 //
 // A block has a chunk of a key head and takes its value heads one after the other. The columns go in panels of 64: a
-// thread makes 4 x 4 numbers of X or Y, what belongs to them alone, and two slabs of P's operands.
+// thread makes 4 x 4 numbers of X or Y, what belongs to them alone, and two slabs of Z's operands.
 #include <algorithm>
 
 #include "cuda/blocks/adjoint.cuh"
@@ -40,7 +40,7 @@ struct Args {
 struct Shared {
   alignas(16) float J[kTileRows * kPitch];
   alignas(16) float gradient[kTileRows * kPitch];  // a panel of dW or dU; at the end J^T
-  alignas(16) float product[kPitch * kTileRows];   // X^T or Y^T; at the end P^T
+  alignas(16) float product[kPitch * kTileRows];   // X^T or Y^T; at the end Z^T
   alignas(16) float factor[kPitch * kTileRows];    // (beta * exp(gamma) * k)^T or (beta * v)^T
   float beta[kTileRows], decay[kTileRows];         // decay: exp(gamma) with one number per head, else 1
 };
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_gradient(const DeviceTensor& x, const Args&
              });
 }
 
-// What a row of four numbers of X gives, and its operands of P.
+// What a row of four numbers of X gives, and its operands of Z.
 __device__ __forceinline__ void finish_key_row(const Args& args, const ChunkSpan& span, const ValueHead& head, int row,
                                                int i, int first, int column, const float (&X)[4], RowNumbers& rows,
                                                Shared& s) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void finish_value_row(const Args& args, const ChunkSp
 // The panels of one of the two gradients. finish(row, i, first, column, numbers) for each row of a thread.
 template <class Finish>
 __device__ __forceinline__ void run_panels(const Args& args, const ChunkSpan& span, const DeviceTensor& gradient,
-                                           int64_t head, int width, const GridPlace& at, float (&P)[4][4], Shared& s,
+                                           int64_t head, int width, const GridPlace& at, float (&Z)[4][4], Shared& s,
                                            const Finish& finish) {
   for (int first = 0; first < width; first += kPitch) {
     load_gradient(gradient, args, span, head, first, width, s);
@@ -144,7 +144,7 @@ __device__ __forceinline__ void run_panels(const Args& args, const ChunkSpan& sp
       float a[4], b[4];
       unpack(Slab{s.product}.group(n, at.row), a);
       unpack(Slab{s.factor}.group(n, at.column), b);
-      outer_product(a, b, P);
+      outer_product(a, b, Z);
     }
   }
 }
@@ -164,12 +164,12 @@ __device__ __forceinline__ void run_head(const Args& args, const ChunkSpan& span
     rows.beta[i] = s.beta[4 * at.row + i];
     rows.decay[i] = per_head ? expf(s.decay[4 * at.row + i]) : 1.0f;
   }
-  float P[4][4] = {};
-  run_panels(args, span, args.dw, head.value, args.head_dim_k, at, P, s,
+  float Z[4][4] = {};
+  run_panels(args, span, args.dw, head.value, args.head_dim_k, at, Z, s,
              [&](int row, int i, int first, int column, const float(&X)[4]) {
                finish_key_row(args, span, head, row, i, first, column, X, rows, s);
              });
-  run_panels(args, span, args.du, head.value, args.head_dim_v, at, P, s,
+  run_panels(args, span, args.du, head.value, args.head_dim_v, at, Z, s,
              [&](int row, int i, int first, int column, const float(&Y)[4]) {
                finish_value_row(args, span, head, row, i, first, column, Y, rows, s);
              });
@@ -188,7 +188,7 @@ __device__ __forceinline__ void run_head(const Args& args, const ChunkSpan& span
     if (4 * at.column < args.chunk_size) put_columns({s.gradient}, row, 4 * at.column, values);
   }
   __syncthreads();  // and the slabs have been read
-  store_inverse_adjoint(args.da, span, head.value, args.chunk_size, at, P, {s.gradient}, {s.product});
+  store_inverse_adjoint(args.da, span, head.value, args.chunk_size, at, Z, {s.gradient}, {s.product});
 }
 
 __global__ void __launch_bounds__(kMostThreads, 2) wy_adjoint_kernel(const __grid_constant__ Args args) {

@@ -125,7 +125,7 @@ __device__ __forceinline__ void decode_vec4(const RawVec4& raw, float* values) {
 }
 
 template <DType kType>
-__device__ __forceinline__ void store_quad(void* address, const float* values) {
+__device__ __forceinline__ void store_vec4(void* address, const float* values) {
   if constexpr (kType == DType::kF32) {
     *static_cast<float4*>(address) = make_float4(values[0], values[1], values[2], values[3]);
   } else {
@@ -156,7 +156,7 @@ __device__ __forceinline__ RawVec4 load_part(const DeviceTensor& x, const char* 
   RawVec4 raw{};
   if (first >= width) return raw;
   const int64_t stride = x.strides[3];
-  if (x.vec4s) {
+  if (x.aligned_vec4) {
     with_type(x.dtype, [&](auto type) { raw = load_vec4<type.value>(row + byte_offset(type.value, first)); });
   } else {
     raw = gather_vec4(row, x.dtype, first * stride, stride, width - first);
@@ -164,7 +164,7 @@ __device__ __forceinline__ RawVec4 load_part(const DeviceTensor& x, const char* 
   return raw;
 }
 
-__device__ __forceinline__ void scatter_quad(void* data, DType dtype, int64_t offset, int64_t stride, int count,
+__device__ __forceinline__ void scatter_vec4(void* data, DType dtype, int64_t offset, int64_t stride, int count,
                                              const float* values) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

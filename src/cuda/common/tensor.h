@@ -18,7 +18,7 @@ struct DeviceTensor {
   void* data = nullptr;
   int64_t strides[kMaxRank] = {};
   DType dtype = DType::kF32;
-  bool vec4s = false;  // every four elements along the last axis lie together, aligned to the size of four
+  bool aligned_vec4 = false;  // every four elements along the last axis lie together, aligned to the size of four
 
   FW_HOST_DEVICE bool present() const { return data != nullptr; }
 };
@@ -36,7 +36,7 @@ inline bool has_groups(const TensorView& view, int axis, int64_t count) {
   return true;
 }
 
-inline bool has_vec4s(const TensorView& view, int axis) { return has_groups(view, axis, 4); }
+inline bool has_aligned_vec4(const TensorView& view, int axis) { return has_groups(view, axis, 4); }
 
 // Rows along the last axis can be moved in pieces of 16 bytes.
 inline bool has_vectors(const TensorView& view) {
@@ -49,7 +49,7 @@ inline DeviceTensor device_tensor(const TensorView& view) {
   tensor.data = view.data;
   tensor.dtype = view.dtype;
   for (int axis = 0; axis < view.rank; ++axis) tensor.strides[axis] = view.strides[static_cast<size_t>(axis)];
-  tensor.vec4s = has_vec4s(view, view.rank - 1);
+  tensor.aligned_vec4 = has_aligned_vec4(view, view.rank - 1);
   return tensor;
 }
 
@@ -60,7 +60,7 @@ struct DeviceStates {
   int64_t outer_strides[kMaxRank - 2] = {};
   int64_t k_stride = 0, v_stride = 0;
   DType dtype = DType::kF32;
-  bool k_vec4s = false, v_vec4s = false;  // as DeviceTensor::vec4s, along K or along V
+  bool k_aligned_vec4 = false, v_aligned_vec4 = false;  // as DeviceTensor::aligned_vec4, along K or along V
 
   FW_HOST_DEVICE bool present() const { return data != nullptr; }
 };
@@ -74,8 +74,8 @@ inline DeviceStates device_states(const TensorView& view, bool v_first) {
   for (int axis = 0; axis < view.rank - 2; ++axis) states.outer_strides[axis] = view.strides[static_cast<size_t>(axis)];
   states.k_stride = view.strides[static_cast<size_t>(k_axis)];
   states.v_stride = view.strides[static_cast<size_t>(v_axis)];
-  states.k_vec4s = has_vec4s(view, k_axis);
-  states.v_vec4s = has_vec4s(view, v_axis);
+  states.k_aligned_vec4 = has_aligned_vec4(view, k_axis);
+  states.v_aligned_vec4 = has_aligned_vec4(view, v_axis);
   return states;
 }
 

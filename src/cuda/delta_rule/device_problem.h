@@ -36,7 +36,7 @@ struct DeltaRuleDeviceProblem {
   bool beta_per_value = false;
   bool gate_in_kernel = false;
   bool has_lower_bound = false;
-  bool qkv_vec4s = false;  // all of q, k and v have vec4s (see DeviceTensor)
+  bool qkv_aligned_vec4 = false;  // all of q, k and v have vec4s (see DeviceTensor)
 
   float scale = 1;
   float beta_factor = 1;  // of the sigmoid
@@ -67,7 +67,7 @@ DeltaRuleDeviceProblem device_problem(const DeltaRuleProblem<Args>& problem) {
   device.beta_per_value = in.beta.rank == 4;
   device.gate_in_kernel = options.gate_in_kernel;
   device.has_lower_bound = options.lower_bound != DeltaRuleOptions::kUnset;
-  device.qkv_vec4s = device.q.vec4s && device.k.vec4s && device.v.vec4s;
+  device.qkv_aligned_vec4 = device.q.aligned_vec4 && device.k.aligned_vec4 && device.v.aligned_vec4;
   device.scale = static_cast<float>(problem.scale);
   device.beta_factor = options.allow_neg_eigval ? 2.0f : 1.0f;
   device.lower_bound = device.has_lower_bound ? static_cast<float>(options.lower_bound) : 0.0f;

@@ -84,7 +84,7 @@ __device__ __forceinline__ void load_tile(const DeviceTensor& x, const WorkItem&
                                           RawVec4 (&raw)[kTile<kType>]) {
   const int64_t offset = token_offset(x, item, t), step = x.strides[1];
   // Apart, so that the loads stand one after the other.
-  if (x.vec4s) {
+  if (x.aligned_vec4) {
 #pragma unroll
     for (int i = 0; i < kTile<kType>; ++i) {
       raw[i] = i < tokens ? load_vec4<kType>(element_at(x.data, kType, offset + i * step)) : RawVec4{};

@@ -40,7 +40,7 @@ __device__ __forceinline__ int channels_from(const ShortConvDeviceProblem& p, in
 template <int kTaps, int kChannels>
 __device__ __forceinline__ void load_columns(const DeviceTensor& x, int axis, int64_t offset, int width, int count,
                                              float (&rows)[kTaps][kChannels]) {
-  if (x.vec4s && width == kTaps) {
+  if (x.aligned_vec4 && width == kTaps) {
     with_type(x.dtype, [&](auto type) {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ RawVec4 load_token(const DeviceTensor& x, int64_t off
   if constexpr (kChannels == 1) {
     return {load_bits(element_at(x.data, kType, offset), kType), 0, 0, 0};
   } else {
-    if (x.vec4s) return load_vec4<kType>(element_at(x.data, kType, offset));
+    if (x.aligned_vec4) return load_vec4<kType>(element_at(x.data, kType, offset));
     return gather_vec4(x.data, kType, offset, x.strides[2], count);
   }
 }
@@ -108,12 +108,12 @@ __device__ __forceinline__ void store_token(const DeviceTensor& y, int64_t offse
                                             const float (&values)[kChannels]) {
   if constexpr (kChannels == 1) {
     store_float(y.data, y.dtype, offset, values[0]);
-  } else if (!y.vec4s) {
-    scatter_quad(y.data, y.dtype, offset, y.strides[2], count, values);
+  } else if (!y.aligned_vec4) {
+    scatter_vec4(y.data, y.dtype, offset, y.strides[2], count, values);
   } else if (kType == DType::kF32 || y.dtype == DType::kF32) {
-    store_quad<DType::kF32>(element_at(y.data, DType::kF32, offset), values);
+    store_vec4<DType::kF32>(element_at(y.data, DType::kF32, offset), values);
   } else {
-    store_quad<kType>(element_at(y.data, kType, offset), values);
+    store_vec4<kType>(element_at(y.data, kType, offset), values);
   }
 }
 

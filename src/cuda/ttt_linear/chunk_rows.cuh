@@ -156,7 +156,7 @@ struct State {
     }
     const DeviceTensor& bias = args.final_state_bias;
     if (bias.present() && at.g == 0) {
-      scatter_quad(bias.data, DType::kF32,
+      scatter_vec4(bias.data, DType::kF32,
                    sequence * bias.strides[0] + head * bias.strides[1] + at.column * bias.strides[2], bias.strides[2],
                    at.columns, c);
     }
@@ -393,10 +393,10 @@ __device__ __forceinline__ void store_outputs_as(const DeviceTensor& x, char* o,
     }
     const int row = 8 * r + at.g;
     char* address = o + byte_offset(kType, row * x.strides[1]);
-    if (x.vec4s) {
-      if (row < count) store_quad<kType>(address, values);
+    if (x.aligned_vec4) {
+      if (row < count) store_vec4<kType>(address, values);
     } else {
-      scatter_quad(address, kType, 0, x.strides[3], row < count ? at.columns : 0, values);
+      scatter_vec4(address, kType, 0, x.strides[3], row < count ? at.columns : 0, values);
     }
   }
 }

@@ -79,8 +79,8 @@ __device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, con
       raw[i] = {};
       if (row >= span.length || count == 0) continue;
       const int64_t offset = base + row * p.g.strides[1];
-      raw[i] = p.g.vec4s ? load_vec4<kType>(element_at(p.g.data, kType, offset))
-                         : gather_vec4(p.g.data, kType, offset, p.g.strides[3], count);
+      raw[i] = p.g.aligned_vec4 ? load_vec4<kType>(element_at(p.g.data, kType, offset))
+                                : gather_vec4(p.g.data, kType, offset, p.g.strides[3], count);
     }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {

@@ -46,7 +46,7 @@ template <int kColumns>
 __device__ __forceinline__ void load_rows(const FloatTile<kColumns>& tile, const DeviceTensor& x, int64_t offset,
                                           int rows, int width) {
   constexpr int kVec4s = FloatTile<kColumns>::kVec4s;
-  const bool as_it_lies = x.dtype == DType::kF32 && x.vec4s;
+  const bool as_it_lies = x.dtype == DType::kF32 && x.aligned_vec4;
   for (int at = threadIdx.x; at < kTileRows * kVec4s; at += blockDim.x) {
     const int row = at / kVec4s, column = at % kVec4s * 4;
     const bool inside = row < rows && column < width;

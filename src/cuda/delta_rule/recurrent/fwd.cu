@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_state_vec4s(const DeviceStates& states, in
     float values[4];
     vec4_of<kAlongK>(S, i, values);
     if (key < K && column < V) {
-      store_quad<kType>(element_at(states.data, kType, offset + key * states.k_stride + column * states.v_stride),
+      store_vec4<kType>(element_at(states.data, kType, offset + key * states.k_stride + column * states.v_stride),
                         values);
     }
   }
@@ -53,14 +53,14 @@ __device__ __forceinline__ void store_state_vec4s(const DeviceStates& states, in
 // vec4s(type, along_k) for fp32 and bf16 states with vec4s, each() for all others.
 template <class Vec4s, class Each>
 __device__ __forceinline__ void with_layout(const DeviceStates& states, const Vec4s& vec4s, const Each& each) {
-  if ((!states.k_vec4s && !states.v_vec4s) || states.dtype == DType::kF16) {
+  if ((!states.k_aligned_vec4 && !states.v_aligned_vec4) || states.dtype == DType::kF16) {
     each();
   } else if (states.dtype == DType::kF32) {
     constexpr std::integral_constant<DType, DType::kF32> kType;
-    states.k_vec4s ? vec4s(kType, std::true_type()) : vec4s(kType, std::false_type());
+    states.k_aligned_vec4 ? vec4s(kType, std::true_type()) : vec4s(kType, std::false_type());
   } else {
     constexpr std::integral_constant<DType, DType::kBF16> kType;
-    states.k_vec4s ? vec4s(kType, std::true_type()) : vec4s(kType, std::false_type());
+    states.k_aligned_vec4 ? vec4s(kType, std::true_type()) : vec4s(kType, std::false_type());
   }
 }
 
@@ -146,7 +146,7 @@ template <int kPlaces>
 __device__ __forceinline__ void load_token(const DeltaRuleDeviceProblem& p, const Part& part, const TokenRows& rows,
                                            RawToken& raw) {
   const int K = p.head_dim_k, V = p.head_dim_v;
-  if (p.qkv_vec4s) {
+  if (p.qkv_aligned_vec4) {
     with_type(p.q.dtype, [&](auto type) {
 #pragma unroll
       for (int vec4 = 0; vec4 < kKeys / 4; ++vec4) {
@@ -189,11 +189,11 @@ __device__ __forceinline__ void decode_token(const DeltaRuleDeviceProblem& p, co
 __device__ __forceinline__ void store_output(const DeviceTensor& x, const Part& part, int V, char* row,
                                              const float (&o)[kColumns]) {
   if (part.place != 0 || part.column >= V) return;
-  if (x.vec4s) {
-    with_type(x.dtype, [&](auto type) { store_quad<type.value>(row + byte_offset(type.value, part.column), o); });
+  if (x.aligned_vec4) {
+    with_type(x.dtype, [&](auto type) { store_vec4<type.value>(row + byte_offset(type.value, part.column), o); });
   } else {
     const int64_t stride = x.strides[3];
-    scatter_quad(row, x.dtype, part.column * stride, stride, V - part.column, o);
+    scatter_vec4(row, x.dtype, part.column * stride, stride, V - part.column, o);
   }
 }
 

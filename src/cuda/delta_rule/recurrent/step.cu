@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_state(const StateVec4s<kPlaces, kType, kAl
   for (int i = 0; i < kKeys; ++i) {
     float values[4];
     vec4_of<kAlongK>(S, i, values);
-    if (inside.keys[i / 4] && inside.columns) store_quad<kType>(vec4s.at(i), values);
+    if (inside.keys[i / 4] && inside.columns) store_vec4<kType>(vec4s.at(i), values);
   }
 }
 
@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_token(DType dtype, const Inside& inside, co
 __device__ __forceinline__ void store_output(DType dtype, const Part& part, const Inside& inside, char* o,
                                              const float (&values)[kColumns]) {
   if (part.place != 0 || !inside.columns) return;
-  with_type(dtype, [&](auto type) { store_quad<type.value>(o, values); });
+  with_type(dtype, [&](auto type) { store_vec4<type.value>(o, values); });
 }
 
 // Registers for 24 warps on a multiprocessor.
@@ -165,7 +165,7 @@ constexpr int64_t kMostBlocks = 65535;  // along y and z
 
 // All of them are from 0 on; rows of states and elements lie near each other.
 uint64_t row_stride(const DeviceStates& states) {
-  return static_cast<uint64_t>(byte_offset(states.dtype, states.k_vec4s ? states.v_stride : states.k_stride));
+  return static_cast<uint64_t>(byte_offset(states.dtype, states.k_aligned_vec4 ? states.v_stride : states.k_stride));
 }
 uint64_t element_stride(const DeviceTensor& x) { return static_cast<uint64_t>(byte_offset(x.dtype, x.strides[3])); }
 
@@ -193,10 +193,11 @@ bool is_one_token_in_vec4s(const OneToken& step) {
   const DeltaRuleDeviceProblem& p = step.problem;
   const DeviceStates& states = step.states;
   constexpr uint64_t kMostBytes = std::numeric_limits<uint32_t>::max();
-  return p.sequences.offsets == nullptr && p.sequences.tokens == 1 && p.qkv_vec4s && step.o.vec4s &&
-         (states.k_vec4s || states.v_vec4s) && (states.dtype == DType::kF32 || states.dtype == DType::kBF16) &&
-         row_stride(states) <= kMostBytes && element_stride(p.g) <= kMostBytes &&
-         element_stride(p.beta) <= kMostBytes && p.sequences.count <= kMostBlocks && p.num_value_heads <= kMostBlocks;
+  return p.sequences.offsets == nullptr && p.sequences.tokens == 1 && p.qkv_aligned_vec4 && step.o.aligned_vec4 &&
+         (states.k_aligned_vec4 || states.v_aligned_vec4) &&
+         (states.dtype == DType::kF32 || states.dtype == DType::kBF16) && row_stride(states) <= kMostBytes &&
+         element_stride(p.g) <= kMostBytes && element_stride(p.beta) <= kMostBytes &&
+         p.sequences.count <= kMostBlocks && p.num_value_heads <= kMostBlocks;
 }
 
 void launch_one_token(const OneToken& step, const Context& context) {
@@ -209,7 +210,7 @@ void launch_one_token(const OneToken& step, const Context& context) {
     shape.overlaps = true;
     const auto launch_for = [&]<DType kType>() {
       constexpr const char* kName = "delta_rule recurrent step";
-      if (step.states.k_vec4s) {
+      if (step.states.k_aligned_vec4) {
         launch<step_kernel<kPlaces, kType, true>>(kName, context, shape, args);
       } else {
         launch<step_kernel<kPlaces, kType, false>>(kName, context, shape, args);

@@ -165,7 +165,7 @@ __device__ __forceinline__ void load_matrix(const DeviceStates& x, int64_t n, in
 #pragma unroll
     for (int i = 0; i < kKeys<kD>; ++i) {
       if (at.key + i >= D) continue;
-      if (x.v_vec4s) {
+      if (x.v_aligned_vec4) {
         if (at.columns > 0) {
           decode_vec4<type.value>(load_vec4<type.value>(element_at(x.data, type.value, offset + i * x.k_stride)), m[i]);
         }
@@ -188,10 +188,10 @@ __device__ __forceinline__ void store_matrix(const DeviceStates& x, int64_t n, i
   for (int i = 0; i < kKeys<kD>; ++i) {
     if (at.key + i >= D) continue;
     char* row = element_at(x.data, DType::kF32, offset + i * x.k_stride);
-    if (x.v_vec4s) {
-      if (at.columns > 0) store_quad<DType::kF32>(row, m[i]);
+    if (x.v_aligned_vec4) {
+      if (at.columns > 0) store_vec4<DType::kF32>(row, m[i]);
     } else {
-      scatter_quad(row, DType::kF32, 0, x.v_stride, at.columns, m[i]);
+      scatter_vec4(row, DType::kF32, 0, x.v_stride, at.columns, m[i]);
     }
   }
 }
@@ -201,7 +201,7 @@ template <int kD>
 __device__ __forceinline__ void store_bias(const DeviceTensor& x, int64_t n, int head, const Thread<kD>& at,
                                            const float (&c)[kColumns]) {
   if (!x.present() || threadIdx.x >= kColumnLanes<kD>) return;
-  scatter_quad(x.data, DType::kF32, n * x.strides[0] + head * x.strides[1] + at.column * x.strides[2], x.strides[2],
+  scatter_vec4(x.data, DType::kF32, n * x.strides[0] + head * x.strides[1] + at.column * x.strides[2], x.strides[2],
                at.columns, c);
 }
 
@@ -339,11 +339,11 @@ template <int kD>
 __device__ __forceinline__ void store_output(const DeviceTensor& o, int64_t row, const Thread<kD>& at,
                                              const float (&values)[kColumns]) {
   if (at.lane >= kColumnLanes<kD> || at.columns == 0) return;
-  if (o.vec4s) {
+  if (o.aligned_vec4) {
     with_type(o.dtype,
-              [&](auto type) { store_quad<type.value>(element_at(o.data, type.value, row + at.column), values); });
+              [&](auto type) { store_vec4<type.value>(element_at(o.data, type.value, row + at.column), values); });
   } else {
-    scatter_quad(o.data, o.dtype, row + at.column * o.strides[3], o.strides[3], at.columns, values);
+    scatter_vec4(o.data, o.dtype, row + at.column * o.strides[3], o.strides[3], at.columns, values);
   }
 }
 
