@@ -84,8 +84,9 @@ TttLinearResults backward(const TttLinearCase& problem, const Context& context);
 TttLinearResults step(const TttLinearCase& problem, const Context& context);
 TttLinearResults step(const TttLinearCase& problem, const TttLinearOpen& open, const Context& context);
 
-// What a result in this type may be off the reference in double on the same rounded inputs.
+// What a result in this type may be off the reference in double on the same rounded inputs. `on_tensor_cores` as in
+// delta_rule_case.h.
 Tolerance tolerance(const TttLinearCase& problem, const TttLinearResults& expected, const std::string& tensor,
-                    DType result_type);
+                    DType result_type, bool on_tensor_cores = false);
 
 }  // namespace fastweight::support
