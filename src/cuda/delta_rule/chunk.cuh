@@ -3,10 +3,10 @@
 //
 // For one chunk of n tokens with start state S, rows i, j < n:
 //
-//     A_ij  = beta_i (k_i . k_j) exp(gamma_i - gamma_j)  (i > j)     J  = (I + A)^-1,   Jb = J diag(beta)
+//     A_ij  = beta_i (k_i . k_j) exp(gamma_i - gamma_j)  (i > j)     J  = (I + A)^-1
 //     sP_ij = scale (q_i . k_j) exp(gamma_i - gamma_j)   (i >= j)
 //     D     = v - e k S                                              what the memory got wrong before the chunk
-//     R     = Jb D                                                   what the chunk writes
+//     R     = J bD,   bD = diag(beta) D                              what the chunk writes
 //     o     = scale e q S + sP R
 //     S'    = e_n S + (w k)^T R
 //
@@ -26,7 +26,7 @@
 
 namespace fastweight::cuda {
 
-// The factor of token i on: the read k_i S; the read q_i S; the write R_i; and in fp32, where J has no beta, v_i.
+// The factor of token i on: the read k_i S; the read q_i S; the write R_i; and D_i, which is beta.
 enum TokenFactor { kOnKeyRead, kOnQueryRead, kOnWrite, kOnValue };
 
 // The copies of the keys that hold their decays, where these are per channel: e k of the reader, scale e q, and w k of

@@ -1,7 +1,7 @@
 // The chunk form on tensor cores with 16-bit operands: what its kernels share. ../chunk.cuh has the equations.
 //
 // A chunk has options.chunk_size tokens and stands in tiles of 64 rows. The rounding to 16 bits is that of the operands
-// of products: q, k, v, Jb, sP, R, D and S. Decays, A, its inversion and all sums are fp32.
+// of products: q, k, v, J, sP, R, beta D and S. Decays, A, its inversion and all sums are fp32.
 #pragma once
 
 #include "cuda/common/mma.cuh"
@@ -15,18 +15,27 @@ namespace fastweight::cuda::chunk_16bit {
 
 inline constexpr int kChunkRows = 64;
 
-// What the scan needs of every (chunk, value head), in scratch memory. One decay per head: the norms of q and k and the
-// decays are numbers per token. One per channel: they are inside three copies of the keys.
+// What the scans need of every (chunk, value head), in scratch memory. One decay per head: the norms of q and k and the
+// decays are numbers per token. One per channel: they are inside three copies of the keys, and beta is the only number.
 struct ChunkFactors {
-  uint16_t* Jb = nullptr;    // [chunks][HV][64][64]
+  uint16_t* J = nullptr;     // [chunks][HV][64][64]
   uint16_t* sP = nullptr;    // [chunks][HV][64][64]
-  float* token = nullptr;    // per head [chunks][HV][3][64], by TokenFactor
+  float* token = nullptr;    // [chunks][HV][token_factors][64]: per head by TokenFactor; per channel kOnValue alone
   float* total = nullptr;    // [chunks][HV][total_width]: e_n, per channel or once
   uint16_t* keys = nullptr;  // per channel [chunks][HV][3][64][padded K], by KeyCopy
+  float* row = nullptr;      // for a backward [chunks][HV][3][64], by RowNumber; else absent
   int total_width = 4;       // padded K per channel, else 4 of which the first counts
 };
 
-inline constexpr int kTokenFactors = 3;  // R has its beta in Jb
+// How many numbers a token has, and which of them is beta.
+template <bool kPerChannel>
+inline constexpr int kTokenFactors = kPerChannel ? 1 : 4;
+template <bool kPerChannel>
+inline constexpr int kBetaFactor = kPerChannel ? 0 : kOnValue;
+
+// What the gradients need of a token beside its factors: gamma in log2 (per head only) and the factors of the norms.
+enum RowNumber { kGamma, kRstdOfQ, kRstdOfK };
+inline constexpr int kRowNumbers = 3;
 
 struct ChunkArgs {
   DeltaRuleDeviceProblem problem;
@@ -41,7 +50,7 @@ struct ChunkArgs {
   int64_t state_chunks = 0;  // of chunk_states
 };
 
-// Jb and sP are lower triangular. Blocks of 16 above the diagonal are neither written nor read.
+// J and sP are lower triangular. Blocks of 16 above the diagonal are neither written nor read.
 __device__ __forceinline__ bool above_diagonal(int row, int segment) { return segment / 2 > row / 16; }
 
 // Copies by thread `thread` of kThreads; the caller commits them.
@@ -121,13 +130,10 @@ __device__ __forceinline__ void row_norms(const SharedTile<kColumns>& tile, bool
 
 inline constexpr int kPitchOfA = kPitchOfA64, kPitchOfJ = kPitchOfJ64;
 
-// Jb to dense 16-bit rows in global memory.
+// J to dense 16-bit rows in global memory.
 template <DType kType, int kThreads>
-__device__ __forceinline__ void store_lower(const float* J, const float* beta, uint16_t* destination) {
+__device__ __forceinline__ void store_lower(const float* J, uint16_t* destination) {
   const int segment = threadIdx.x % 8;
-  float factor[8];
-#pragma unroll
-  for (int e = 0; e < 8; ++e) factor[e] = beta[8 * segment + e];
 #pragma unroll
   for (int i = 0; i < kChunkRows; i += kThreads / 8) {
     const int row = i + static_cast<int>(threadIdx.x) / 8;
@@ -135,7 +141,7 @@ __device__ __forceinline__ void store_lower(const float* J, const float* beta, u
     const float* x = J + row * kPitchOfJ + segment * 8;
     uint32_t words[4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) words[e] = pack<kType>(factor[2 * e] * x[2 * e], factor[2 * e + 1] * x[2 * e + 1]);
+    for (int e = 0; e < 4; ++e) words[e] = pack<kType>(x[2 * e], x[2 * e + 1]);
     reinterpret_cast<uint4*>(destination)[row * 8 + segment] = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }

@@ -121,15 +121,23 @@ __device__ __forceinline__ void make_sP(const Shared<kK>& s, float scale, int bl
 }
 
 template <int kK>
-__device__ __forceinline__ void store_token_factors(const Shared<kK>& s, float scale, float* token, float* total) {
+__device__ __forceinline__ void store_token_factors(const Shared<kK>& s, float scale, int64_t item,
+                                                    const ChunkFactors& factors) {
   const int i = threadIdx.x;
   if (i >= kChunkRows) return;
+  float* token = factors.token + item * kTokenFactors<false> * kChunkRows;
   const float read = exp2_approx(s.gamma[i]);
   const float last = s.gamma[kChunkRows - 1];
   token[kOnKeyRead * kChunkRows + i] = read * s.rstd_reader(i);
   token[kOnQueryRead * kChunkRows + i] = scale * read * s.rstd_q[i];
   token[kOnWrite * kChunkRows + i] = exp2_approx(last - s.gamma[i]) * s.rstd_writer(i);
-  if (i < 4) total[i] = exp2_approx(last);
+  token[kOnValue * kChunkRows + i] = s.beta[i];
+  if (i < 4) factors.total[item * factors.total_width + i] = exp2_approx(last);
+  if (factors.row == nullptr) return;
+  float* row = factors.row + item * kRowNumbers * kChunkRows;
+  row[kGamma * kChunkRows + i] = s.gamma[i];
+  row[kRstdOfQ * kChunkRows + i] = s.rstd_q[i];
+  row[kRstdOfK * kChunkRows + i] = s.rstd_k[i];
 }
 
 template <DType kType, int kK>
@@ -161,9 +169,8 @@ __global__ void __launch_bounds__(kThreads, 6) factors_kernel(const __grid_const
     __syncthreads();
     invert_unit_lower(s.A, s.J, warp, lane);
     __syncthreads();
-    store_lower<kType, kThreads>(s.J, s.beta, args.factors.Jb + item * kChunkRows * kChunkRows);
-    store_token_factors(s, p.scale, args.factors.token + item * kTokenFactors * kChunkRows,
-                        args.factors.total + item * args.factors.total_width);
+    store_lower<kType, kThreads>(s.J, args.factors.J + item * kChunkRows * kChunkRows);
+    store_token_factors(s, p.scale, item, args.factors);
   });
 }
 

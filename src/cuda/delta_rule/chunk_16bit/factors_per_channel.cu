@@ -286,6 +286,17 @@ __device__ __forceinline__ void make_tiles(Shared<kK>& s, float scale, int warp,
   }
 }
 
+template <int kK>
+__device__ __forceinline__ void store_token_factors(const Shared<kK>& s, int64_t item, const ChunkFactors& factors) {
+  const int i = threadIdx.x;
+  if (i >= kChunkRows) return;
+  factors.token[item * kChunkRows + i] = s.beta[i];
+  if (factors.row == nullptr) return;
+  float* row = factors.row + item * kRowNumbers * kChunkRows;
+  row[kRstdOfQ * kChunkRows + i] = s.rstd_q[i];
+  row[kRstdOfK * kChunkRows + i] = s.rstd_k[i];
+}
+
 template <DType kType, int kK>
 __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
     channel_factors_kernel(const __grid_constant__ ChunkArgs args) {
@@ -317,7 +328,8 @@ __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
     __syncthreads();
     invert_unit_lower(s.A, s.J, warp, lane);
     __syncthreads();
-    store_lower<kType, kThreads>(s.J, s.beta, args.factors.Jb + item * kChunkRows * kChunkRows);
+    store_lower<kType, kThreads>(s.J, args.factors.J + item * kChunkRows * kChunkRows);
+    store_token_factors(s, item, args.factors);
   });
 }
 

@@ -10,7 +10,7 @@ namespace fastweight::cuda::chunk_16bit {
 template <int kTiles, int kPairs>
 inline constexpr int kColumnsOfBlock = kPairs* kTiles* kTileColumns;
 
-// One chunk's operands. Per channel, readers and writers are copies of their own, and the tokens' factors are inside
+// One chunk's operands. Per channel, readers and writers are copies of their own, and the tokens' decays are inside
 // them.
 template <int kK, bool kPerChannel, int kColumns>
 struct Stage {
@@ -18,9 +18,9 @@ struct Stage {
 
   alignas(128) uint16_t key_rows[(kPerChannel ? kKeyCopies : 2) * kChunkRows * kK];
   alignas(128) uint16_t value_rows[kChunkRows * kPaddedColumns];
-  alignas(128) uint16_t Jb[kChunkRows * kChunkRows];
+  alignas(128) uint16_t J[kChunkRows * kChunkRows];
   alignas(128) uint16_t sP[kChunkRows * kChunkRows];
-  alignas(16) float token[kPerChannel ? 4 : kTokenFactors * kChunkRows];
+  alignas(16) float token[kTokenFactors<kPerChannel> * kChunkRows];
   alignas(16) float total[kPerChannel ? kK : 4];
 
   __device__ SharedTile<kK> reader() { return {key_rows + kReader * kChunkRows * kK}; }
@@ -61,7 +61,7 @@ class ChunkLoader {
       token_ = args.factors.token + item * kTokenFactors * kChunkRows;
     }
     v_ = row(p.v, span, part.head);
-    Jb_ = args.factors.Jb + item * kChunkRows * kChunkRows;
+    J_ = args.factors.J + item * kChunkRows * kChunkRows;
     sP_ = args.factors.sP + item * kChunkRows * kChunkRows;
     total_ = args.factors.total + item * kTotalWidth;
   }
@@ -86,11 +86,11 @@ class ChunkLoader {
     }
     load_rows<kChunkRows, kThreads>(stage.values(), p.v, v_, rows, first_, min(p.head_dim_v, first_ + kColumns),
                                     args_.vector_values, thread_);
-    copy_lower<kThreads>({stage.Jb}, Jb_, thread_);
+    copy_lower<kThreads>({stage.J}, J_, thread_);
     copy_lower<kThreads>({stage.sP}, sP_, thread_);
     copy_floats(stage.total, total_, kTotalWidth, thread_, kThreads);
     v_ += C * p.v.strides[1];
-    Jb_ += heads * kChunkRows * kChunkRows;
+    J_ += heads * kChunkRows * kChunkRows;
     sP_ += heads * kChunkRows * kChunkRows;
     total_ += heads * kTotalWidth;
     left_ -= C;
@@ -106,7 +106,7 @@ class ChunkLoader {
   const ChunkArgs& args_;
   const int first_, thread_;
   int64_t left_;  // tokens
-  const uint16_t *k_, *q_, *v_, *Jb_, *sP_;
+  const uint16_t *k_, *q_, *v_, *J_, *sP_;
   const float *token_, *total_;
 };
 
