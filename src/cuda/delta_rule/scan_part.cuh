@@ -23,11 +23,11 @@ struct ScanPart {
   int64_t first_chunk;  // of the sequence, in the order of all chunks
 };
 
-// Parts run over (sequence, value head, range of `columns` columns), the last fastest.
+// Parts run over (sequence, value head, range of `columns` of `width` columns), the last fastest.
 __device__ __forceinline__ ScanPart scan_part_at(const DeltaRuleDeviceProblem& problem, const ChunkedSequences& chunked,
-                                                 int64_t at, int columns) {
+                                                 int64_t at, int width, int columns) {
   ScanPart part;
-  const int ranges = (problem.head_dim_v + columns - 1) / columns;
+  const int ranges = (width + columns - 1) / columns;
   const int64_t row = at / ranges;
   part.column = static_cast<int>(at - row * ranges) * columns;
   part.sequence = row / problem.num_value_heads;
@@ -37,6 +37,10 @@ __device__ __forceinline__ ScanPart scan_part_at(const DeltaRuleDeviceProblem& p
                          ? part.sequence * chunks_of(problem.sequences.tokens, chunked.chunk_size)
                          : chunked.first_chunk[part.sequence];
   return part;
+}
+__device__ __forceinline__ ScanPart scan_part_at(const DeltaRuleDeviceProblem& problem, const ChunkedSequences& chunked,
+                                                 int64_t at, int columns) {
+  return scan_part_at(problem, chunked, at, problem.head_dim_v, columns);
 }
 
 // S^T as C tiles: rows are the warp's columns of V, columns the key channels. Moves it from or to a state in memory.

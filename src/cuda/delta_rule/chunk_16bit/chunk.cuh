@@ -45,9 +45,12 @@ struct ChunkArgs {
   bool vector_values = false;   // rows of v can
   bool vector_outputs = false;  // rows of o can be written so
   ChunkFactors factors;
-  DeviceTensor o;
+  DeviceTensor o;  // absent: only states are wanted
   DeviceStates initial_state, final_state, chunk_states;
   int64_t state_chunks = 0;  // of chunk_states
+  // How many elements chunk_states have along K where they have the type of the operands and rows along K in pieces of
+  // 16 bytes, which are then written so; else 0.
+  int state_width = 0;
 };
 
 // J and sP are lower triangular. Blocks of 16 above the diagonal are neither written nor read.

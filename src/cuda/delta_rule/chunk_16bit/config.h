@@ -29,5 +29,6 @@ struct ScanConfig {
 
 // For a device with so many multiprocessors and so much shared memory for a block.
 ScanConfig scan_config(const ScanSizes& sizes, int multiprocessors, size_t shared_limit);
+ScanConfig scan_back_config(const ScanSizes& sizes, int multiprocessors, size_t shared_limit);
 
 }  // namespace fastweight::cuda::chunk_16bit

@@ -4,7 +4,7 @@
 // that the state, S^T [columns x K], stays in registers as fp32 accumulators of the products that advance it. Half of
 // the warps advance the state, the other half computes o, each pair for the same columns:
 //
-//     state warps    X = S^T k^T    D^T = v^T - e X    R^T = D^T Jb^T    S^T = e_n S^T + w R^T k
+//     state warps    X = S^T k^T    D^T = v^T - e X    R^T = bD^T J^T    S^T = e_n S^T + w R^T k
 //     output warps   O = S^T q^T    O = scale e O                        O = O + R^T sP^T
 //
 // S and R pass through shared memory as operands. The right operands are shared by all warps; the output warps, which
@@ -18,114 +18,17 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/common/warp_roles.cuh"
-#include "cuda/delta_rule/chunk_16bit/chunk.cuh"
-#include "cuda/delta_rule/chunk_16bit/stage.cuh"
-#include "cuda/delta_rule/scan_part.cuh"
+#include "cuda/delta_rule/chunk_16bit/scan_products.cuh"
 
 namespace fastweight::cuda::chunk_16bit {
 namespace {
-
-constexpr int kTokenTiles = kChunkRows / 8;  // C tiles along the tokens of a chunk
-
-// [16 kTiles columns x 64 tokens], as C tiles.
-template <int kTiles>
-using Sums = float[kTiles][kTokenTiles][4];
-
-// The columns of a C tile are tokens: its elements 0 and 2 belong to one, 1 and 3 to the next.
-__device__ __forceinline__ float2 token_pair(const float* token, int factor, int tile, int lane) {
-  return *reinterpret_cast<const float2*>(token + factor * kChunkRows + 8 * tile + 2 * (lane % 4));
-}
-
-template <int kTiles>
-__device__ __forceinline__ void clear(Sums<kTiles>& sums) {
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) sums[i][n][0] = sums[i][n][1] = sums[i][n][2] = sums[i][n][3] = 0;
-  }
-}
-
-// sums += left right^T for columns [16 m, 16 m + 16) of both.
-template <DType kType, int kK, int kTiles>
-__device__ __forceinline__ void multiply_rows(const uint32_t (&left)[kTiles][4], const SharedTile<kK>& right, int m,
-                                              int lane, Sums<kTiles>& sums) {
-#pragma unroll
-  for (int n = 0; n < kChunkRows / 16; ++n) {
-    uint32_t b[4];
-    right.load_b(16 * n, m, lane, b);
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      mma<kType>(sums[i][2 * n], left[i], b[0], b[1]);
-      mma<kType>(sums[i][2 * n + 1], left[i], b[2], b[3]);
-    }
-  }
-}
-
-// sums += S^T q^T, with S as handed over.
-template <DType kType, int kK, int kTiles>
-__device__ __forceinline__ void read_state(const SharedTile<kK>& handed, int row, const SharedTile<kK>& queries,
-                                           int lane, Sums<kTiles>& sums) {
-#pragma unroll
-  for (int m = 0; m < kK / 16; ++m) {
-    uint32_t a[kTiles][4];
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) handed.load_a(row + 16 * i, m, lane, a[i]);
-    multiply_rows<kType, kK, kTiles>(a, queries, m, lane, sums);
-  }
-}
-
-// sums += left right^T for the lower triangular right [64 x 64]: column block m of left meets row blocks from m on.
-template <DType kType, int kTiles>
-__device__ __forceinline__ void multiply_lower(const uint32_t (&left)[kTiles][4], const SharedTile<kChunkRows>& right,
-                                               int m, int lane, Sums<kTiles>& sums) {
-#pragma unroll
-  for (int n = m; n < kChunkRows / 16; ++n) {
-    uint32_t b[4];
-    right.load_b(16 * n, m, lane, b);
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      mma<kType>(sums[i][2 * n], left[i], b[0], b[1]);
-      mma<kType>(sums[i][2 * n + 1], left[i], b[2], b[3]);
-    }
-  }
-}
-
-// Token factors on the columns of sums.
-template <int kTiles>
-__device__ __forceinline__ void scale_tokens(const float* token, TokenFactor factor, int n, int lane,
-                                             Sums<kTiles>& sums) {
-  const float2 on = token_pair(token, factor, n, lane);
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    sums[i][n][0] *= on.x;
-    sums[i][n][1] *= on.y;
-    sums[i][n][2] *= on.x;
-    sums[i][n][3] *= on.y;
-  }
-}
-
-// X += S^T k^T, with S rounded to operands, which are handed over.
-template <DType kType, int kK, int kTiles>
-__device__ __forceinline__ void read_state(const float (&S)[kTiles][kK / 8][4], const SharedTile<kK>& handed, int row,
-                                           const SharedTile<kK>& reader, int lane, Sums<kTiles>& X) {
-#pragma unroll
-  for (int m = 0; m < kK / 16; ++m) {
-    uint32_t a[kTiles][4];
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      pack_a<kType>(S[i][2 * m], S[i][2 * m + 1], a[i]);
-      handed.store_a(row + 16 * i, m, lane, a[i]);
-    }
-    multiply_rows<kType, kK, kTiles>(a, reader, m, lane, X);
-  }
-}
 
 // X becomes R^T, which is handed over.
 template <DType kType, int kTiles, int kK, bool kPerChannel, int kColumns>
 __device__ __forceinline__ void finish_writes(Stage<kK, kPerChannel, kColumns>& stage, const SharedTile<kChunkRows>& R,
                                               int row, int lane, Sums<kTiles>& X) {
-  // D = v - e X; per channel the reader has the factor.
-  uint32_t D[kChunkRows / 16][kTiles][4];
+  // bD = beta (v - e X); per channel the reader has the factor e.
+  uint32_t bD[kChunkRows / 16][kTiles][4];
 #pragma unroll
   for (int m = 0; m < kChunkRows / 16; ++m) {
     uint32_t v[kTiles][4];
@@ -135,21 +38,22 @@ __device__ __forceinline__ void finish_writes(Stage<kK, kPerChannel, kColumns>& 
     for (int h = 0; h < 2; ++h) {
       const int n = 2 * m + h;
       const float2 on_x = kPerChannel ? make_float2(1.0f, 1.0f) : token_pair(stage.token, kOnKeyRead, n, lane);
+      const float2 beta = token_pair(stage.token, kBetaFactor<kPerChannel>, n, lane);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         const float2 low = unpack<kType>(v[i][2 * h]), high = unpack<kType>(v[i][2 * h + 1]);
-        X[i][n][0] = fmaf(-on_x.x, X[i][n][0], low.x);
-        X[i][n][1] = fmaf(-on_x.y, X[i][n][1], low.y);
-        X[i][n][2] = fmaf(-on_x.x, X[i][n][2], high.x);
-        X[i][n][3] = fmaf(-on_x.y, X[i][n][3], high.y);
+        X[i][n][0] = beta.x * fmaf(-on_x.x, X[i][n][0], low.x);
+        X[i][n][1] = beta.y * fmaf(-on_x.y, X[i][n][1], low.y);
+        X[i][n][2] = beta.x * fmaf(-on_x.x, X[i][n][2], high.x);
+        X[i][n][3] = beta.y * fmaf(-on_x.y, X[i][n][3], high.y);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) pack_a<kType>(X[i][2 * m], X[i][2 * m + 1], D[m][i]);
+    for (int i = 0; i < kTiles; ++i) pack_a<kType>(X[i][2 * m], X[i][2 * m + 1], bD[m][i]);
   }
   clear<kTiles>(X);
 #pragma unroll
-  for (int m = 0; m < kChunkRows / 16; ++m) multiply_lower<kType, kTiles>(D[m], {stage.Jb}, m, lane, X);
+  for (int m = 0; m < kChunkRows / 16; ++m) multiply_lower<kType, kTiles>(bD[m], {stage.J}, m, lane, X);
 #pragma unroll
   for (int m = 0; m < kChunkRows / 16; ++m) {
 #pragma unroll
@@ -213,40 +117,6 @@ __device__ __forceinline__ void add_writes(const SharedTile<kChunkRows>& R, int 
   }
 }
 
-// The warp's columns of o, [row, row + 16 kTiles) of the block's, through a tile to `rows` rows of the caller. `first`
-// is the block's first column.
-template <DType kType, int kTiles, int kColumns>
-__device__ __forceinline__ void store_outputs(const ChunkArgs& args, const SharedTile<kColumns>& tile, int row,
-                                              int lane, uint16_t* o, int rows, int first, const Sums<kTiles>& O) {
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int m = 0; m < kChunkRows / 16; ++m) {
-      uint32_t c[4];
-      pack_a<kType>(O[i][2 * m], O[i][2 * m + 1], c);
-      tile.store_c_transposed(16 * m, row / 16 + i, lane, c);
-    }
-  }
-  __syncwarp();
-  constexpr int kSegments = 2 * kTiles, kStep = kWarpSize / kSegments;  // of a row of the warp; rows at a time
-  const int64_t row_stride = args.o.strides[1], stride = args.o.strides[3];
-  const int V = args.problem.head_dim_v, segment = row / 8 + lane % kSegments, column = first + 8 * segment;
-  const int top = lane / kSegments, count = column < V ? rows : 0;
-  o += top * row_stride + column * stride;
-  if (args.vector_outputs) {
-#pragma unroll
-    for (int i = 0; i < kChunkRows; i += kStep, o += kStep * row_stride) {
-      if (top + i < count)
-        *reinterpret_cast<uint4*>(o) = *reinterpret_cast<const uint4*>(tile.segment(top + i, segment));
-    }
-  } else {
-#pragma unroll 1
-    for (int i = top; i < count; i += kStep, o += kStep * row_stride) {
-      for (int e = 0; e < 8 && column + e < V; ++e) o[e * stride] = tile.segment(i, segment)[e];
-    }
-  }
-}
-
 // What the two kinds of warps of a block tell each other. All of them take part in every signal (warp_roles.cuh); the
 // output warps produce the stages, the state warps consume them, and the output warps read them too.
 //
@@ -301,6 +171,16 @@ struct Scan {
     }
   }
 
+  // The state before chunk c as it was handed over.
+  __device__ __forceinline__ void save_state_rows(int c) const {
+    const StateAddress place = chunk_state_address(args, part, span.batch, c);
+    if (!place.exists) return;
+    const int column = part.column + row;
+    store_handed(exchange.S(), row, 16 * kTiles, args.problem.head_dim_v - column, args.state_width, lane,
+                 static_cast<uint16_t*>(place.states.data) + place.offset + column * place.states.v_stride,
+                 place.states.v_stride);
+  }
+
   // The state is saved in one place of the code, which its compile time asks for.
   __device__ __forceinline__ void advance_states() const {
     const int K = args.problem.head_dim_k, V = args.problem.head_dim_v;
@@ -310,7 +190,7 @@ struct Scan {
       // Where registers are short, no address is kept from chunk to chunk; elsewhere that costs time.
       const int here = kPerChannel || kK > 128 ? opaque(lane) : lane;
       const bool last = c == chunks;
-      if (last || args.chunk_states.present()) save_states(c, last, K, V, S);
+      if (last || (args.chunk_states.present() && args.state_width == 0)) save_states(c, last, K, V, S);
       if (last) return;
       stages.consumer_wait();
       Stage<kK, kPerChannel, kColumns>& current = stage_of(c);
@@ -328,8 +208,9 @@ struct Scan {
   __device__ __forceinline__ void compute_outputs(int thread) const {
     if (chunks == 0) return;
     const int64_t C = args.chunked.chunk_size;
-    ChunkLoader<kK, kPerChannel, kColumns, kThreads / 2> loader(args, part, span, thread);
-    auto* o = static_cast<uint16_t*>(args.o.data) + row_offset(args.o, span.batch, span.begin, part.head);
+    ChunkLoader<kK, kPerChannel, kColumns, kThreads / 2> loader(args, args.problem.v, args.vector_values, part, span,
+                                                                chunks, thread);
+    int64_t o = row_offset(args.o, span.batch, span.begin, part.head);
     loader.next(stage[0]);
     commit_copies();
     wait_copies<0>();
@@ -348,21 +229,26 @@ struct Scan {
         stages.producer_commit_and_wait();
       }
       state_ready.wait();
+      if (args.state_width > 0) save_state_rows(c);
       Sums<kTiles> O;
-      clear<kTiles>(O);
-      read_state<kType, kK, kTiles>(exchange.S(), row, current.queries(), lane, O);
-      if constexpr (!kPerChannel) {
+      if (args.o.present()) {
+        clear<kTiles>(O);
+        read_state<kType, kK, kTiles>(exchange.S(), row, current.queries(), lane, O);
+        if constexpr (!kPerChannel) {
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) scale_tokens<kTiles>(current.token, kOnQueryRead, n, lane, O);
+          for (int n = 0; n < kTokenTiles; ++n) scale_tokens<kTiles>(current.token, kOnQueryRead, n, lane, O);
+        }
       }
       writes_ready.wait();
-      add_writes<kType, kTiles>(exchange.R(), row, {current.sP}, lane, O);
+      if (args.o.present()) add_writes<kType, kTiles>(exchange.R(), row, {current.sP}, lane, O);
       if (two_stages && more) {
         wait_copies<0>();
         stages.producer_commit();
       }
-      store_outputs<kType, kTiles>(args, current.values(), row, lane, o, static_cast<int>(min(span.length - c * C, C)),
-                                   part.column, O);
+      if (args.o.present()) {
+        store_values<kType, kTiles>(args.o, args.vector_outputs, args.problem.head_dim_v, current.values(), row, lane, o,
+                                    static_cast<int>(min(span.length - c * C, C)), part.column, O);
+      }
     }
   }
 };

@@ -45,22 +45,51 @@ constexpr size_t scan_bytes(int stages) {
   return sizeof(WarpExchange<kK, kColumns>) + static_cast<size_t>(stages) * sizeof(Stage<kK, kPerChannel, kColumns>);
 }
 
-// The operands of the chunks of a sequence on their way to shared memory, in order, by thread `thread` of kThreads.
-template <int kK, bool kPerChannel, int kColumns, int kThreads>
+// The same of the scan back: G^T of the chunk's end and Y^T; and dv on its way to memory.
+template <int kK, int kColumns>
+struct BackExchange {
+  static constexpr int kPaddedColumns = (kColumns + 63) / 64 * 64;
+
+  alignas(128) uint16_t G_rows[kColumns * kK];
+  alignas(128) uint16_t Y_rows[kColumns * kChunkRows];
+  alignas(128) uint16_t dv_rows[kChunkRows * kPaddedColumns];
+
+  __device__ SharedTile<kK> G() { return {G_rows}; }
+  __device__ SharedTile<kChunkRows> Y() { return {Y_rows}; }
+  __device__ SharedTile<kPaddedColumns> dv() { return {dv_rows}; }
+};
+
+template <int kK, bool kPerChannel, int kColumns>
+constexpr size_t scan_back_bytes(int stages) {
+  return sizeof(BackExchange<kK, kColumns>) + static_cast<size_t>(stages) * sizeof(Stage<kK, kPerChannel, kColumns>);
+}
+
+// The operands of the chunks of a sequence on their way to shared memory, from the first to the last or, kBack, from the
+// last to the first, by thread `thread` of kThreads. `values` has the rows that go with the keys: v, or d_o in a
+// backward, zeros where it is absent.
+template <int kK, bool kPerChannel, int kColumns, int kThreads, bool kBack = false>
 class ChunkLoader {
  public:
-  __device__ ChunkLoader(const ChunkArgs& args, const ScanPart& part, const SequenceSpan& span, int thread)
-      : args_(args), first_(part.column), thread_(thread), left_(span.length) {
+  __device__ ChunkLoader(const ChunkArgs& args, const DeviceTensor& values, bool vector_values, const ScanPart& part,
+                         const SequenceSpan& span, int chunks, int thread)
+      : args_(args),
+        values_(values),
+        vector_values_(vector_values),
+        first_(part.column),
+        thread_(thread),
+        position_(kBack ? chunks - 1 : 0),
+        length_(span.length) {
     const DeltaRuleDeviceProblem& p = args.problem;
-    const int64_t item = part.first_chunk * p.num_value_heads + part.head;
+    const int64_t C = args.chunked.chunk_size, token = span.begin + position_ * C;
+    const int64_t item = (part.first_chunk + position_) * p.num_value_heads + part.head;
     if constexpr (kPerChannel) {
       k_ = args.factors.keys + item * kKeyCopies * kChunkRows * kK;
     } else {
-      k_ = row(p.k, span, part.key_head);
-      q_ = row(p.q, span, part.key_head);
-      token_ = args.factors.token + item * kTokenFactors * kChunkRows;
+      k_ = row(p.k, span.batch, token, part.key_head);
+      q_ = row(p.q, span.batch, token, part.key_head);
     }
-    v_ = row(p.v, span, part.head);
+    values_at_ = row(values, span.batch, token, part.head);
+    token_ = args.factors.token + item * kTokenFactors<kPerChannel> * kChunkRows;
     J_ = args.factors.J + item * kChunkRows * kChunkRows;
     sP_ = args.factors.sP + item * kChunkRows * kChunkRows;
     total_ = args.factors.total + item * kTotalWidth;
@@ -69,44 +98,48 @@ class ChunkLoader {
   // Starts the copies of the next chunk; the caller commits them.
   __device__ __forceinline__ void next(Stage<kK, kPerChannel, kColumns>& stage) {
     const DeltaRuleDeviceProblem& p = args_.problem;
-    const int64_t C = args_.chunked.chunk_size, heads = p.num_value_heads;
-    const int rows = static_cast<int>(min(left_, C));
+    const int64_t C = args_.chunked.chunk_size;
+    const int64_t tokens = kBack ? -C : C, items = kBack ? -p.num_value_heads : p.num_value_heads;
+    const int rows = static_cast<int>(min(length_ - position_ * C, C));
     if constexpr (kPerChannel) {
       copy_tile<kThreads>(stage.reader(), k_ + kReader * kChunkRows * kK, thread_);
       copy_tile<kThreads>(stage.queries(), k_ + kQuery * kChunkRows * kK, thread_);
       copy_tile<kThreads>(stage.writer(), k_ + kWriter * kChunkRows * kK, thread_);
-      k_ += heads * kKeyCopies * kChunkRows * kK;
+      k_ += items * kKeyCopies * kChunkRows * kK;
     } else {
       load_rows<kChunkRows, kThreads>(stage.reader(), p.k, k_, rows, 0, p.head_dim_k, args_.vector_keys, thread_);
       load_rows<kChunkRows, kThreads>(stage.queries(), p.q, q_, rows, 0, p.head_dim_k, args_.vector_keys, thread_);
-      copy_floats(stage.token, token_, kTokenFactors * kChunkRows, thread_, kThreads);
-      k_ += C * p.k.strides[1];
-      q_ += C * p.q.strides[1];
-      token_ += heads * kTokenFactors * kChunkRows;
+      k_ += tokens * p.k.strides[1];
+      q_ += tokens * p.q.strides[1];
     }
-    load_rows<kChunkRows, kThreads>(stage.values(), p.v, v_, rows, first_, min(p.head_dim_v, first_ + kColumns),
-                                    args_.vector_values, thread_);
+    load_rows<kChunkRows, kThreads>(stage.values(), values_, values_at_, values_.present() ? rows : 0, first_,
+                                    min(p.head_dim_v, first_ + kColumns), vector_values_, thread_);
+    copy_floats(stage.token, token_, kTokenFactors<kPerChannel> * kChunkRows, thread_, kThreads);
     copy_lower<kThreads>({stage.J}, J_, thread_);
     copy_lower<kThreads>({stage.sP}, sP_, thread_);
     copy_floats(stage.total, total_, kTotalWidth, thread_, kThreads);
-    v_ += C * p.v.strides[1];
-    J_ += heads * kChunkRows * kChunkRows;
-    sP_ += heads * kChunkRows * kChunkRows;
-    total_ += heads * kTotalWidth;
-    left_ -= C;
+    values_at_ += tokens * values_.strides[1];
+    token_ += items * kTokenFactors<kPerChannel> * kChunkRows;
+    J_ += items * kChunkRows * kChunkRows;
+    sP_ += items * kChunkRows * kChunkRows;
+    total_ += items * kTotalWidth;
+    position_ += kBack ? -1 : 1;
   }
 
  private:
   static constexpr int kTotalWidth = kPerChannel ? kK : 4;
 
-  __device__ static const uint16_t* row(const DeviceTensor& x, const SequenceSpan& span, int head) {
-    return static_cast<const uint16_t*>(x.data) + row_offset(x, span.batch, span.begin, head);
+  __device__ static const uint16_t* row(const DeviceTensor& x, int64_t batch, int64_t token, int head) {
+    return static_cast<const uint16_t*>(x.data) + row_offset(x, batch, token, head);
   }
 
   const ChunkArgs& args_;
+  const DeviceTensor& values_;
+  const bool vector_values_;
   const int first_, thread_;
-  int64_t left_;  // tokens
-  const uint16_t *k_, *q_, *v_, *J_, *sP_;
+  int position_;  // of the next chunk in the sequence
+  const int64_t length_;
+  const uint16_t *k_, *q_, *values_at_, *J_, *sP_;
   const float *token_, *total_;
 };
 
