@@ -33,15 +33,51 @@ __device__ __forceinline__ void pack_a(const float (&left)[4], const float (&rig
   a[3] = pack<kType>(right[2], right[3]);
 }
 
-// A tile of 16-bit elements in shared memory, rows of kColumns (a multiple of 64). Rows are cut into segments of 16
-// bytes, and segment s of row r lies at s ^ (r % 8): the eight rows of a matrix are in different banks.
+// How fragments move between registers and a tile of 16-bit elements in shared memory. A tile is cut into segments of
+// eight elements, and Tile::address(row, s) is where segment s of a row lies.
+template <class Tile>
+struct TileFragments {
+  // A fragment of rows [row, row + 16) and columns [16 m, 16 m + 16).
+  __device__ __forceinline__ void load_a(int row, int m, int lane, uint32_t (&a)[4]) const {
+    ldmatrix(at(row + lane % 16, 2 * m + lane / 16), a);
+  }
+  __device__ __forceinline__ void store_a(int row, int m, int lane, const uint32_t (&a)[4]) const {
+    stmatrix(at(row + lane % 16, 2 * m + lane / 16), a);
+  }
+  // B fragments of the transposed tile: inner index along the columns [16 m, 16 m + 16), n along the rows [row, row +
+  // 16). Registers 0, 1: the first eight rows; 2, 3: the others.
+  __device__ __forceinline__ void load_b(int row, int m, int lane, uint32_t (&b)[4]) const {
+    ldmatrix(at(row + lane / 16 * 8 + lane % 8, 2 * m + lane / 8 % 2), b);
+  }
+  // B fragments of the tile itself: inner index along the rows [row, row + 16), n along columns [16 m, 16 m + 16).
+  __device__ __forceinline__ void load_b_transposed(int row, int m, int lane, uint32_t (&b)[4]) const {
+    ldmatrix_transposed(at(row + lane % 16, 2 * m + lane / 16), b);
+  }
+  // C layout of the transposed tile, as pairs along the rows [row, row + 16): registers 0 and 1 hold columns g and g +
+  // 8 of [16 m, 16 m + 16) for the first eight rows, 2 and 3 for the others. Also the A fragment of the transposed tile.
+  __device__ __forceinline__ void load_c_transposed(int row, int m, int lane, uint32_t (&c)[4]) const {
+    ldmatrix_transposed(at(row + lane / 16 * 8 + lane % 8, 2 * m + lane / 8 % 2), c);
+  }
+  __device__ __forceinline__ void store_c_transposed(int row, int m, int lane, const uint32_t (&c)[4]) const {
+    stmatrix_transposed(at(row + lane / 16 * 8 + lane % 8, 2 * m + lane / 8 % 2), c);
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t at(int row, int s) const {
+    return static_cast<const Tile&>(*this).address(row, s);
+  }
+};
+
+// Rows of kColumns (a multiple of 64). Segment s of row r lies at s ^ (r % 8): the eight rows of a matrix are in
+// different banks.
 template <int kColumns>
-struct SharedTile {
+struct SharedTile : TileFragments<SharedTile<kColumns>> {
   static_assert(kColumns % 64 == 0);
   static constexpr int kSegments = kColumns / 8;
 
   uint16_t* data;
 
+  __device__ __forceinline__ SharedTile(uint16_t* memory) : data(memory) {}
   __device__ __forceinline__ static int offset(int row, int segment) {
     return row * kColumns + (segment ^ (row & 7)) * 8;
   }
@@ -53,30 +89,23 @@ struct SharedTile {
   __device__ __forceinline__ uint32_t address(int row, int s) const {
     return shared_address(data) + 2 * static_cast<uint32_t>(offset(row, s));
   }
+};
 
-  // A fragment of rows [row, row + 16) and columns [16 m, 16 m + 16).
-  __device__ __forceinline__ void load_a(int row, int m, int lane, uint32_t (&a)[4]) const {
-    ldmatrix(address(row + lane % 16, 2 * m + lane / 16), a);
+// A lower triangular matrix [64 x 64]: the ten blocks of 16 x 16 on and below the diagonal, densely one after the other.
+// In a block, the two segments of row r change places where r / 4 is odd: as above, eight rows in different banks.
+struct LowerBlocks : TileFragments<LowerBlocks> {
+  static constexpr int kElements = 10 * 256;
+
+  uint16_t* data;
+
+  __device__ __forceinline__ LowerBlocks(uint16_t* memory) : data(memory) {}
+  __device__ __forceinline__ static int offset(int row, int segment) {
+    const int block = row / 16 * (row / 16 + 1) / 2 + segment / 2;
+    return block * 256 + row % 16 * 16 + ((segment ^ row >> 2) & 1) * 8;
   }
-  __device__ __forceinline__ void store_a(int row, int m, int lane, const uint32_t (&a)[4]) const {
-    stmatrix(address(row + lane % 16, 2 * m + lane / 16), a);
-  }
-  // B fragments of the transposed tile: inner index along the columns [16 m, 16 m + 16), n along the rows [row, row +
-  // 16). Registers 0, 1: the first eight rows; 2, 3: the others.
-  __device__ __forceinline__ void load_b(int row, int m, int lane, uint32_t (&b)[4]) const {
-    ldmatrix(address(row + lane / 16 * 8 + lane % 8, 2 * m + lane / 8 % 2), b);
-  }
-  // B fragments of the tile itself: inner index along the rows [row, row + 16), n along columns [16 m, 16 m + 16).
-  __device__ __forceinline__ void load_b_transposed(int row, int m, int lane, uint32_t (&b)[4]) const {
-    ldmatrix_transposed(address(row + lane % 16, 2 * m + lane / 16), b);
-  }
-  // C layout of the transposed tile, as pairs along the rows [row, row + 16): registers 0 and 1 hold columns g and g +
-  // 8 of [16 m, 16 m + 16) for the first eight rows, 2 and 3 for the others.
-  __device__ __forceinline__ void load_c_transposed(int row, int m, int lane, uint32_t (&c)[4]) const {
-    ldmatrix_transposed(address(row + lane / 16 * 8 + lane % 8, 2 * m + lane / 8 % 2), c);
-  }
-  __device__ __forceinline__ void store_c_transposed(int row, int m, int lane, const uint32_t (&c)[4]) const {
-    stmatrix_transposed(address(row + lane / 16 * 8 + lane % 8, 2 * m + lane / 8 % 2), c);
+  __device__ __forceinline__ uint16_t* segment(int row, int s) const { return data + offset(row, s); }
+  __device__ __forceinline__ uint32_t address(int row, int s) const {
+    return shared_address(data) + 2 * static_cast<uint32_t>(offset(row, s));
   }
 };
 

@@ -37,6 +37,7 @@ struct GradientArgs {
 
   // The state before every chunk, [B, NT, HV] as chunk_states: 16-bit, k_stride 1, rows in pieces of 16 bytes.
   DeviceStates S;
+  int S_width = 0;  // elements of a row that are there: K or more; zeros from K on
   uint16_t* G = nullptr;  // [chunks][HV][padded_v][padded K], rounded to operands
   uint16_t* Y = nullptr;  // [chunks][HV][padded_v][64], transposed: a row per value column, 0 beyond the chunk's tokens
   int padded_v = 0;       // a multiple of 64; rows from V on are 0
@@ -52,12 +53,17 @@ struct GradientArgs {
 
 // One launch each over all chunks and key heads: dq, dk, dg, dbeta and parameter_parts. The number of blocks is that of
 // the key_sums.
-void launch_gradients(const GradientArgs& args, int padded_k, int64_t blocks, const Context& context);
 void launch_gradients_per_channel(const GradientArgs& args, int padded_k, int64_t blocks, const Context& context);
+template <DType kType>
+void launch_gradients_of(const GradientArgs& args, int padded_k, int64_t blocks, const Context& context);
 size_t gradients_bytes(int padded_k);  // of shared memory, of a block
 size_t gradients_per_channel_bytes(int padded_k);
 // Value columns that a block takes at once.
 int gradients_columns(int padded_k);
 int gradients_per_channel_columns(int padded_k);
+
+// The scan from the last chunk to the first, in one launch.
+template <DType kType>
+void launch_scan_back(const GradientArgs& args, const ScanConfig& config, const Context& context);
 
 }  // namespace fastweight::cuda::chunk_16bit

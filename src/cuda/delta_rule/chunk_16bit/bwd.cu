@@ -1,0 +1,178 @@
+// The entry chunk_16bit, backward: what it takes, its scratch memory and its launches. gradient.cuh has the equations and
+// the order of the kernels.
+#include <algorithm>
+#include <string>
+
+#include "cuda/delta_rule/chunk_16bit/gradient.cuh"
+#include "cuda/delta_rule/chunk_16bit/setup.h"
+#include "cuda/delta_rule/kernels.h"
+#include "cuda/delta_rule/parameter_sums.h"
+
+namespace fastweight::cuda::chunk_16bit {
+namespace {
+
+ScanConfig back_config_of(const DeltaRuleBackwardProblem& problem) {
+  const int device = problem.args.in.q.device.index;
+  return scan_back_config(scan_sizes(problem), device_attribute(cudaDevAttrMultiProcessorCount, device),
+                          shared_memory_of(device));
+}
+
+// Of a block of any kernel, at least.
+size_t least_bytes(const DeltaRuleBackwardProblem& problem) {
+  const bool per_channel = has_decay_per_channel(problem);
+  const int width = padded_k(problem.sizes.head_dim_k);
+  return std::max({least_forward_bytes(width, per_channel), least_scan_back_bytes(width, per_channel),
+                   per_channel ? gradients_per_channel_bytes(width) : gradients_bytes(width)});
+}
+
+int64_t padded_v(const DeltaRuleBackwardProblem& problem) { return (problem.sizes.head_dim_v + 63) / 64 * 64; }
+
+// Whether the caller's states can be read as they are.
+bool has_states(const DeltaRuleBackwardProblem& problem) {
+  return state_row_width(problem, problem.args.chunk_states) > 0;
+}
+
+// Blocks of the gradients: with sums over several items no more than run at once, for each has its own.
+int64_t gradient_blocks(const DeltaRuleBackwardProblem& problem, int64_t num_chunks, bool sums) {
+  const int64_t items = num_chunks * problem.sizes.num_heads;
+  if (!sums) return std::min<int64_t>(items, 1 << 30);
+  return std::min<int64_t>(
+      items, 4 * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index));
+}
+
+// dq and dk are sums over the value heads of a group, and over ranges of value columns.
+bool sums_keys(const DeltaRuleBackwardProblem& problem) {
+  const int width = padded_k(problem.sizes.head_dim_k);
+  const int columns =
+      has_decay_per_channel(problem) ? gradients_per_channel_columns(width) : gradients_columns(width);
+  return problem.sizes.group > 1 || problem.sizes.head_dim_v > columns;
+}
+
+ParameterSums parameter_sums(const DeltaRuleBackwardProblem& problem, const ChunkArgs& chunk) {
+  ParameterSums sums;
+  sums.chunked = chunk.chunked;
+  sums.num_value_heads = problem.sizes.num_value_heads;
+  sums.bias_width = has_decay_per_channel(problem) ? problem.sizes.head_dim_k : 1;
+  sums.da_log = device_tensor(problem.args.da_log);
+  sums.ddt_bias = device_tensor(problem.args.ddt_bias);
+  return sums;
+}
+
+struct Scratch {
+  FactorScratch factors;
+  uint16_t *S, *G, *Y;
+  double* parameter_parts;
+  float* key_sums;
+};
+
+Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& problem, const ChunkArgs& chunk) {
+  const int64_t items = chunk.num_chunks * problem.sizes.num_value_heads;
+  const int64_t V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
+  Scratch scratch;
+  scratch.factors = take_factors(layout, problem, chunk.num_chunks, true);
+  scratch.S = layout.take<uint16_t>(has_states(problem) ? 0 : items * V * K);
+  scratch.G = layout.take<uint16_t>(items * V * K);
+  scratch.Y = layout.take<uint16_t>(items * V * kChunkRows);
+  scratch.parameter_parts = layout.take<double>(parameter_sums(problem, chunk).count());
+  const bool sums = sums_keys(problem);
+  scratch.key_sums =
+      layout.take<float>(sums ? gradient_blocks(problem, chunk.num_chunks, sums) * 2 * kChunkRows * K : 0);
+  return scratch;
+}
+
+// The states before the chunks in scratch memory, [B, NT, HV, padded V, padded K].
+DeviceStates scratch_states(const DeltaRuleBackwardProblem& problem, uint16_t* data) {
+  const int64_t V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k), HV = problem.sizes.num_value_heads;
+  DeviceStates states;
+  states.data = data;
+  states.dtype = problem.args.in.k.dtype;
+  states.k_stride = 1;
+  states.v_stride = K;
+  states.outer_strides[2] = V * K;
+  states.outer_strides[1] = HV * V * K;
+  states.outer_strides[0] = problem.sizes.num_chunks * HV * V * K;
+  return states;
+}
+
+// The states before the chunks: the caller's, or again as in the forward.
+void provide_states(const DeltaRuleBackwardProblem& problem, const Scratch& scratch, GradientArgs& args,
+                    const Context& context) {
+  const DeltaRuleBackward& call = problem.args;
+  if (has_states(problem)) {
+    args.S = device_states(call.chunk_states, call.options.state_v_first);
+    args.S_width = state_row_width(problem, call.chunk_states);
+    return;
+  }
+  args.S = scratch_states(problem, scratch.S);
+  args.S_width = padded_k(problem.sizes.head_dim_k);
+  ChunkArgs forward = args.chunk;
+  forward.chunk_states = args.S;
+  forward.state_width = args.S_width;
+  scan_forward(forward, config_of(problem), context);
+}
+
+}  // namespace
+
+std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
+  const std::string reason = beyond_all_kernels(problem);
+  if (!reason.empty()) return reason;
+  const DeltaRuleInputs& in = problem.args.in;
+  const DType dtype = in.q.dtype;
+  const bool other_d_o = problem.args.d_o.present() && problem.args.d_o.dtype != dtype;
+  if ((dtype != DType::kBF16 && dtype != DType::kF16) || other_d_o) return "q, k, v and d_o must have one 16-bit type";
+  if (in.beta.rank == 4) return "beta must be a number per token";
+  return lacks_shared_memory(least_bytes(problem), in.q.device.index);
+}
+
+std::string config_text(const DeltaRuleBackwardProblem& problem) { return back_config_of(problem).text(); }
+
+void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
+  const DeltaRuleBackward& call = problem.args;
+  const bool v_first = call.options.state_v_first, bf16 = call.in.k.dtype == DType::kBF16;
+  const int width = padded_k(problem.sizes.head_dim_k);
+  GradientArgs args;
+  args.chunk = chunk_args(problem);
+  args.d_o = device_tensor(call.d_o);
+  args.dq = device_tensor(call.dq);
+  args.dk = device_tensor(call.dk);
+  args.dv = device_tensor(call.dv);
+  args.dg = device_tensor(call.dg);
+  args.dbeta = device_tensor(call.dbeta);
+  args.d_final_state = device_states(call.d_final_state, v_first);
+  args.d_initial_state = device_states(call.d_initial_state, v_first);
+  const auto vectors = [&](const TensorView& x) { return x.present() && x.dtype == call.in.k.dtype && has_vectors(x); };
+  args.vector_d_o = vectors(call.d_o);
+  args.vector_dq = vectors(call.dq);
+  args.vector_dk = vectors(call.dk);
+  args.vector_dv = vectors(call.dv);
+  args.padded_v = static_cast<int>(padded_v(problem));
+
+  ScratchLayout measure;
+  take_scratch(measure, problem, args.chunk);
+  const DeviceWorkspace workspace(context, measure.bytes());
+  ScratchLayout layout(workspace.data());
+  const Scratch scratch = take_scratch(layout, problem, args.chunk);
+  compute_factors(problem, scratch.factors, args.chunk, context);
+  ParameterSums sums = parameter_sums(problem, args.chunk);
+  args.G = scratch.G;
+  args.Y = scratch.Y;
+  args.parameter_parts = sums.parts = sums.wanted() ? scratch.parameter_parts : nullptr;
+  args.key_sums = sums_keys(problem) ? scratch.key_sums : nullptr;
+  if (args.chunk.num_chunks > 0) provide_states(problem, scratch, args, context);
+
+  const ScanConfig config = back_config_of(problem);
+  bf16 ? launch_scan_back<DType::kBF16>(args, config, context) : launch_scan_back<DType::kF16>(args, config, context);
+  if (args.chunk.num_chunks > 0) {
+    const int64_t blocks = gradient_blocks(problem, args.chunk.num_chunks, sums_keys(problem));
+    if (config.per_channel) {
+      launch_gradients_per_channel(args, width, blocks, context);
+    } else if (bf16) {
+      launch_gradients_of<DType::kBF16>(args, width, blocks, context);
+    } else {
+      launch_gradients_of<DType::kF16>(args, width, blocks, context);
+    }
+  }
+  add_parameter_sums(sums, context);
+}
+
+}  // namespace fastweight::cuda::chunk_16bit

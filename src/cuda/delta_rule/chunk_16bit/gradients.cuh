@@ -1,0 +1,915 @@
+// The gradients of every chunk with no decay or one per head. See gradient.cuh for the equations.
+//
+// A block per (chunk, key head); it takes the value heads of the group, and of each a range of value columns at a time,
+// whose contributions add up. One such range:
+//
+//     1   R^T = bD^T J^T, transposed as in the scans: a warp has 16 value columns
+//     2   dP and dA, in blocks of 16 x 16 dealt to the warps; with all decays and norms they become operands, P' and A'
+//     3   a warp has 16 tokens and a half of the channels (of 64 channels all):
+//             dq = scale e (d_o S^T) + P' k,     dk = -beta e (Y S^T) + w (R G^T) + (A' + A'^T) k + P'^T q
+//
+// q and k stay as they are. With the factors of the norms, rows of P' and A' have both rstd_i and rstd_j, so that dq and
+// dk come out as rstd dy of y = rstd x; then dx = rstd dy - rstd^2 x (x . rstd dy). These inner products, dbeta and dg
+// are sums of what step 3 gives before the products of step 2 are added, and of rows and columns of M:
+//
+//     q . dq = a^q + row sums of M^P,     k . dk = beta (a^k + row sums of M^A) + b + column sums of M^P + beta M^A
+//     dbeta  = Y . v + a^k + row sums of M^A                               M^A without beta
+//
+// The buffers of S, v and J are used again for G, d_o, q and P': two blocks of K = V = 128 fit a multiprocessor of Hopper,
+// one of which computes while the other waits.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/common/launch.h"
+#include "cuda/delta_rule/adjoints.cuh"
+#include "cuda/delta_rule/chunk_16bit/gradient.cuh"
+
+namespace fastweight::cuda::chunk_16bit {
+namespace {
+
+constexpr int kBlocks = kChunkRows / 16;  // of 16 tokens
+
+template <int kK>
+struct Shape {
+  static constexpr int kColumns = kK == 128 ? 128 : 64;  // of values
+  static constexpr int kWarps = kK == 64 ? 4 : 8;
+  static constexpr int kThreads = kWarps * kWarpSize;
+  static constexpr int kGroups = kWarps / kBlocks;  // of channels, in step 3
+  static constexpr int kChannels = kK / kGroups;    // of a warp
+};
+
+enum PairKind { kPairsOfP, kPairsOfA, kNoPairs };
+
+template <int kK>
+struct Shared {
+  using S = Shape<kK>;
+
+  alignas(128) uint16_t k[kChunkRows * kK];
+  alignas(128) uint16_t state[S::kColumns * kK];  // S, then G
+  union {
+    alignas(128) uint16_t values[kChunkRows * S::kColumns];  // v, then d_o
+    alignas(128) uint16_t q[kChunkRows * kK];
+  };
+  alignas(128) uint16_t Y[S::kColumns * kChunkRows];
+  alignas(128) uint16_t R[S::kColumns * kChunkRows];
+  alignas(128) uint16_t P[LowerBlocks::kElements];  // J, then P'
+  alignas(128) uint16_t A[LowerBlocks::kElements];  // A'
+
+  float gamma[kChunkRows];  // in log2
+  float rstd_q[kChunkRows], rstd_k[kChunkRows], beta[kChunkRows];
+  union {
+    float yv[S::kColumns / 16][kChunkRows];    // Y . v of the warps' columns
+    float columns[2][kBlocks][kChunkRows];     // sums over the rows of a block, of M^P and beta M^A
+  };
+  float row_of_P[kChunkRows];             // sums over the columns of M^P; then q . dq
+  float row_below_P[kChunkRows];          // without the diagonal block
+  float row_of_A[2][kChunkRows];          // of M^A, in two parts; then the first is k . dk
+  float row_below_A[2][kChunkRows];
+  float within[2][kChunkRows];            // sum_{i >= m > j} within the diagonal block of M^P and beta M^A
+  float a_q[2][kChunkRows], a_k[2][kChunkRows], b[2][kChunkRows];  // by group of channels
+  float state_dot[S::kWarps];
+
+  __device__ SharedTile<kK> keys() { return {k}; }
+  __device__ SharedTile<kK> queries() { return {q}; }
+  __device__ SharedTile<kK> state_rows() { return {state}; }
+  __device__ SharedTile<S::kColumns> value_rows() { return {values}; }
+  __device__ SharedTile<kChunkRows> Y_rows() { return {Y}; }
+  __device__ SharedTile<kChunkRows> R_rows() { return {R}; }
+};
+
+// One range of value columns of one value head of a chunk.
+struct Item {
+  ChunkSpan span;
+  int64_t at;  // chunk HV + head
+  int head, key_head;
+  int column;          // the first
+  bool first, last;    // of the key head
+  bool opens, closes;  // the value head
+};
+
+// Rows of 16-bit elements, of `width` each, to a tile; zeros beyond. The caller commits the copies.
+template <int kRows, int kThreads, int kColumns>
+__device__ __forceinline__ void copy_rows(const SharedTile<kColumns>& tile, const uint16_t* source, int64_t row_stride,
+                                          int rows, int width) {
+  constexpr int kSegments = SharedTile<kColumns>::kSegments, kStep = kThreads / kSegments;
+  const int segment = threadIdx.x % kSegments, top = threadIdx.x / kSegments;
+  const uint16_t* from = source + top * row_stride + 8 * segment;
+  const int count = 8 * segment < width ? rows : 0;
+#pragma unroll 4
+  for (int i = 0; i < kRows; i += kStep, from += kStep * row_stride) {
+    const bool valid = top + i < count;
+    copy_async(tile.address(top + i, segment), valid ? from : source, valid);
+  }
+}
+
+template <int kThreads>
+__device__ __forceinline__ void copy_lower_blocks(const LowerBlocks& tile, const uint16_t* source) {
+#pragma unroll
+  for (int at = threadIdx.x; at < kChunkRows * 8; at += kThreads) {
+    const int row = at / 8, segment = at % 8;
+    if (!above_diagonal(row, segment)) copy_async(tile.address(row, segment), source + at * 8, true);
+  }
+}
+
+__device__ __forceinline__ const uint16_t* state_before(const GradientArgs& args, const Item& item) {
+  const DeviceStates& S = args.S;
+  const int64_t chunk = first_chunk_of(args.chunk.chunked, item.span.sequence) + item.span.position;
+  const int64_t offset = item.span.batch * S.outer_strides[0] + chunk * S.outer_strides[1] +
+                         item.head * S.outer_strides[2] + item.column * S.v_stride;
+  return static_cast<const uint16_t*>(S.data) + offset;
+}
+
+template <int kThreads, int kColumns>
+__device__ __forceinline__ void load_value_rows(const SharedTile<kColumns>& tile, const DeviceTensor& x, bool vectors,
+                                                const Item& item, int V) {
+  const auto* start = static_cast<const uint16_t*>(x.data) + row_offset(x, item.span.batch, item.span.begin, item.head);
+  load_rows<kChunkRows, kThreads>(tile, x, start, x.present() ? static_cast<int>(item.span.length) : 0, item.column, V,
+                                  vectors, static_cast<int>(threadIdx.x));
+}
+
+// What step 1 needs.
+template <int kK>
+__device__ __forceinline__ void load_first(const GradientArgs& args, const Item& item, Shared<kK>& s) {
+  using X = Shape<kK>;
+  const DeltaRuleDeviceProblem& p = args.chunk.problem;
+  const ChunkFactors& factors = args.chunk.factors;
+  if (item.first) load_keys<X::kThreads, kK>(args.chunk, p.k, item.span, item.key_head, s.keys());
+  copy_rows<X::kColumns, X::kThreads>(s.state_rows(), state_before(args, item), args.S.v_stride,
+                                      p.head_dim_v - item.column, args.S_width);
+  load_value_rows<X::kThreads>(s.value_rows(), p.v, args.chunk.vector_values, item, p.head_dim_v);
+  copy_rows<X::kColumns, X::kThreads>(s.Y_rows(), args.Y + (item.at * args.padded_v + item.column) * kChunkRows,
+                                      kChunkRows, args.padded_v - item.column, kChunkRows);
+  copy_lower_blocks<X::kThreads>(s.P, factors.J + item.at * kChunkRows * kChunkRows);
+  commit_copies();
+  if (threadIdx.x < kChunkRows) {
+    const int i = threadIdx.x;
+    const float* row = factors.row + item.at * kRowNumbers * kChunkRows + i;
+    s.gamma[i] = row[kGamma * kChunkRows];
+    s.rstd_q[i] = row[kRstdOfQ * kChunkRows];
+    s.rstd_k[i] = row[kRstdOfK * kChunkRows];
+    s.beta[i] = factors.token[(item.at * kTokenFactors<false> + kOnValue) * kChunkRows + i];
+    s.row_of_A[1][i] = s.row_below_A[1][i] = 0;
+    if (X::kGroups == 1) s.a_q[1][i] = s.a_k[1][i] = s.b[1][i] = 0;
+  }
+}
+
+// Step 1 ---------------------------------------------------------------------------------------------------------------
+
+// [16 value columns x 64 tokens] as C tiles.
+using Columns = float[kChunkRows / 8][4];
+
+// bD^T of the warp's columns as A fragments, and what Y . v gets from them.
+template <DType kType, int kK>
+__device__ __forceinline__ void residuals(Shared<kK>& s, int warp, int lane, uint32_t (&bD)[kBlocks][4]) {
+  Columns X = {};
+#pragma unroll 4
+  for (int m = 0; m < kK / 16; ++m) {
+    uint32_t a[4];
+    s.state_rows().load_a(16 * warp, m, lane, a);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      uint32_t b[4];
+      s.keys().load_b(16 * n, m, lane, b);
+      mma<kType>(X[2 * n], a, b[0], b[1]);
+      mma<kType>(X[2 * n + 1], a, b[2], b[3]);
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < kBlocks; ++m) {
+    uint32_t v[4], Y[4];
+    s.value_rows().load_c_transposed(16 * m, warp, lane, v);
+    s.Y_rows().load_a(16 * warp, m, lane, Y);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int j = 16 * m + 8 * h + 2 * (lane % 4), n = 2 * m + h;
+      const float2 low = unpack<kType>(v[2 * h]), high = unpack<kType>(v[2 * h + 1]);
+      const float2 y_low = unpack<kType>(Y[2 * h]), y_high = unpack<kType>(Y[2 * h + 1]);
+      const float on_x[2] = {exp2_approx(s.gamma[j]) * s.rstd_k[j], exp2_approx(s.gamma[j + 1]) * s.rstd_k[j + 1]};
+      X[n][0] = s.beta[j] * fmaf(-on_x[0], X[n][0], low.x);
+      X[n][1] = s.beta[j + 1] * fmaf(-on_x[1], X[n][1], low.y);
+      X[n][2] = s.beta[j] * fmaf(-on_x[0], X[n][2], high.x);
+      X[n][3] = s.beta[j + 1] * fmaf(-on_x[1], X[n][3], high.y);
+      float sum[2] = {fmaf(low.x, y_low.x, high.x * y_high.x), fmaf(low.y, y_low.y, high.y * y_high.y)};
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int distance = 4; distance < kWarpSize; distance *= 2) {
+          sum[e] += __shfl_xor_sync(kAllLanes, sum[e], distance);
+        }
+        if (lane < 4) s.yv[warp][j + e] = sum[e];
+      }
+    }
+    pack_a<kType>(X[2 * m], X[2 * m + 1], bD[m]);
+  }
+}
+
+// R^T = bD^T J^T of the warp's columns.
+template <DType kType, int kK>
+__device__ __forceinline__ void writes(Shared<kK>& s, int warp, int lane, const uint32_t (&bD)[kBlocks][4]) {
+  Columns R = {};
+  const LowerBlocks J = s.P;
+#pragma unroll
+  for (int m = 0; m < kBlocks; ++m) {
+#pragma unroll
+    for (int n = m; n < kBlocks; ++n) {
+      uint32_t b[4];
+      J.load_b(16 * n, m, lane, b);
+      mma<kType>(R[2 * n], bD[m], b[0], b[1]);
+      mma<kType>(R[2 * n + 1], bD[m], b[2], b[3]);
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < kBlocks; ++m) {
+    uint32_t a[4];
+    pack_a<kType>(R[2 * m], R[2 * m + 1], a);
+    s.R_rows().store_a(16 * warp, m, lane, a);
+  }
+}
+
+// Step 2 ---------------------------------------------------------------------------------------------------------------
+
+// Blocks (row, first .. first + count - 1) of dP or dA. A block of dA costs twice as much, its k k^T included: no warp has
+// more than four blocks' work.
+struct PairTask {
+  int kind, row, first, count;
+};
+constexpr int kMostTasks = 2, kTaskLists = 8;
+__device__ constexpr PairTask kPairTasks[kTaskLists][kMostTasks] = {
+    {{kPairsOfP, 3, 0, 4}, {kNoPairs, 0, 0, 0}}, {{kPairsOfP, 2, 0, 3}, {kPairsOfP, 0, 0, 1}},
+    {{kPairsOfP, 1, 0, 2}, {kPairsOfA, 0, 0, 1}}, {{kPairsOfA, 1, 0, 2}, {kNoPairs, 0, 0, 0}},
+    {{kPairsOfA, 2, 0, 2}, {kNoPairs, 0, 0, 0}}, {{kPairsOfA, 3, 0, 2}, {kNoPairs, 0, 0, 0}},
+    {{kPairsOfA, 3, 2, 2}, {kNoPairs, 0, 0, 0}}, {{kPairsOfA, 2, 2, 1}, {kNoPairs, 0, 0, 0}},
+};
+
+// C tiles of kCount blocks side by side.
+template <int kCount>
+using Pairs = float[2 * kCount][4];
+
+// sum_{i >= m > j} of the elements of a diagonal block, for m = g and g + 8; every lane of a quad gets it.
+__device__ __forceinline__ float2 sums_within(const float (&M)[4], const float (&right)[4], int lane) {
+  float upper[4] = {M[0], M[1], right[0], right[1]}, lower[4] = {M[2], M[3], right[2], right[3]};
+  float2 sums = make_float2(0, 0);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    // Sums over rows from g on.
+#pragma unroll
+    for (int distance = 4; distance < kWarpSize; distance *= 2) {
+      const float below_upper = __shfl_down_sync(kAllLanes, upper[e], distance);
+      const float below_lower = __shfl_down_sync(kAllLanes, lower[e], distance);
+      if (lane + distance < kWarpSize) {
+        upper[e] += below_upper;
+        lower[e] += below_lower;
+      }
+    }
+    upper[e] += __shfl_sync(kAllLanes, lower[e], lane % 4);
+    const int j = e / 2 * 8 + 2 * (lane % 4) + e % 2;
+    if (j < lane / 4) sums.x += upper[e];
+    if (j < lane / 4 + 8) sums.y += lower[e];
+  }
+  return make_float2(sum_over_lanes<4>(sums.x), sum_over_lanes<4>(sums.y));
+}
+
+// The sums of M over rows, columns and within the diagonal block. `on_rows` has the factors that a row's elements have in
+// the sums over columns and within.
+template <int kCount, int kK>
+__device__ __forceinline__ void add_up(Shared<kK>& s, const PairTask& task, int part, float2 on_rows, int lane,
+                                       Pairs<kCount>& M) {
+  float2 row = make_float2(0, 0), below = make_float2(0, 0);
+#pragma unroll
+  for (int n = 0; n < 2 * kCount; ++n) {
+    if (n / 2 >= task.count) continue;
+    const float2 sum = make_float2(M[n][0] + M[n][1], M[n][2] + M[n][3]);
+    row.x += sum.x;
+    row.y += sum.y;
+    if (task.first + n / 2 < task.row) {
+      below.x += sum.x;
+      below.y += sum.y;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) M[n][e] *= e < 2 ? on_rows.x : on_rows.y;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float column = M[n][e] + M[n][e + 2];
+#pragma unroll
+      for (int distance = 4; distance < kWarpSize; distance *= 2) {
+        column += __shfl_xor_sync(kAllLanes, column, distance);
+      }
+      if (lane < 4) s.columns[task.kind][task.row][16 * task.first + 8 * n + 2 * lane + e] = column;
+    }
+  }
+  row = make_float2(sum_over_lanes<4>(row.x), sum_over_lanes<4>(row.y));
+  below = make_float2(sum_over_lanes<4>(below.x), sum_over_lanes<4>(below.y));
+  const int i = 16 * task.row + lane / 4;
+  if (lane % 4 == 0) {
+    float* rows = task.kind == kPairsOfP ? s.row_of_P : s.row_of_A[part];
+    float* rows_below = task.kind == kPairsOfP ? s.row_below_P : s.row_below_A[part];
+    rows[i] = row.x;
+    rows[i + 8] = row.y;
+    rows_below[i] = below.x;
+    rows_below[i + 8] = below.y;
+  }
+#pragma unroll
+  for (int block = 0; block < kCount; ++block) {
+    if (block >= task.count || task.first + block != task.row) continue;
+    const float2 within = sums_within(M[2 * block], M[2 * block + 1], lane);
+    if (lane % 4 == 0) {
+      s.within[task.kind][i] = within.x;
+      s.within[task.kind][i + 8] = within.y;
+    }
+  }
+}
+
+// x R^T, where load_x gives the A fragments of 16 rows.
+template <DType kType, int kCount, int kK, class LoadX>
+__device__ __forceinline__ void multiply_by_R(Shared<kK>& s, const PairTask& task, int lane, const LoadX& load_x,
+                                              Pairs<kCount>& c) {
+#pragma unroll 2
+  for (int m = 0; m < Shape<kK>::kColumns / 16; ++m) {
+    uint32_t a[4];
+    load_x(m, a);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      if (n >= task.count) continue;
+      uint32_t b[4];
+      s.R_rows().load_b_transposed(16 * m, task.first + n, lane, b);
+      mma<kType>(c[2 * n], a, b[0], b[1]);
+      mma<kType>(c[2 * n + 1], a, b[2], b[3]);
+    }
+  }
+}
+
+// Turns pair gradients into operands and into M = gradient times value, both through body(i, j, c, M), which returns the
+// operand.
+template <DType kType, int kCount, class Body>
+__device__ __forceinline__ void store_pairs(const LowerBlocks& tile, const PairTask& task, int lane, Pairs<kCount>& c,
+                                            const Body& body) {
+#pragma unroll
+  for (int n = 0; n < 2 * kCount; ++n) {
+    if (n / 2 >= task.count) continue;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = 16 * task.row + lane / 4 + 8 * half, j = 16 * task.first + 8 * n + 2 * (lane % 4);
+      const float low = body(i, j, n, c[n][2 * half]), high = body(i, j + 1, n, c[n][2 * half + 1]);
+      *reinterpret_cast<uint32_t*>(tile.segment(i, j / 8) + j % 8) = pack<kType>(low, high);
+    }
+  }
+}
+
+template <DType kType, int kK>
+__device__ __forceinline__ void pairs_of_P(const GradientArgs& args, const Item& item, Shared<kK>& s,
+                                           const PairTask& task, int lane) {
+  constexpr int kCount = 4;
+  Pairs<kCount> c = {};
+  multiply_by_R<kType, kCount>(
+      s, task, lane, [&](int m, uint32_t(&a)[4]) { s.value_rows().load_a(16 * task.row, m, lane, a); }, c);
+  const uint16_t* sP = args.chunk.factors.sP + item.at * kChunkRows * kChunkRows;
+  const float scale = args.chunk.problem.scale;
+  uint32_t values[2 * kCount][2];
+#pragma unroll
+  for (int n = 0; n < 2 * kCount; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = 16 * task.row + lane / 4 + 8 * half, j = 16 * task.first + 8 * n + 2 * (lane % 4);
+      values[n][half] = n / 2 < task.count ? *reinterpret_cast<const uint32_t*>(sP + i * kChunkRows + j) : 0;
+    }
+  }
+  store_pairs<kType, kCount>(s.P, task, lane, c, [&](int i, int j, int n, float& x) {
+    const float2 value = unpack<kType>(values[n][i / 8 % 2]);
+    const float gradient = i >= j ? x : 0.0f;
+    x = i >= j ? x * (j % 2 == 0 ? value.x : value.y) : 0.0f;
+    return i >= j ? gradient * scale * s.rstd_q[i] * s.rstd_k[j] * exp2_approx(s.gamma[i] - s.gamma[j]) : 0.0f;
+  });
+  add_up<kCount>(s, task, 0, make_float2(1, 1), lane, c);
+}
+
+template <DType kType, int kK>
+__device__ __forceinline__ void pairs_of_A(Shared<kK>& s, const PairTask& task, int lane) {
+  constexpr int kCount = 2;
+  Pairs<kCount> c = {}, kk = {};
+  multiply_by_R<kType, kCount>(
+      s, task, lane, [&](int m, uint32_t(&a)[4]) { s.Y_rows().load_c_transposed(16 * m, task.row, lane, a); }, c);
+#pragma unroll 2
+  for (int m = 0; m < kK / 16; ++m) {
+    uint32_t a[4];
+    s.keys().load_a(16 * task.row, m, lane, a);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      if (n >= task.count) continue;
+      uint32_t b[4];
+      s.keys().load_b(16 * (task.first + n), m, lane, b);
+      mma<kType>(kk[2 * n], a, b[0], b[1]);
+      mma<kType>(kk[2 * n + 1], a, b[2], b[3]);
+    }
+  }
+  store_pairs<kType, kCount>(s.A, task, lane, c, [&](int i, int j, int n, float& x) {
+    const float decay = i > j ? s.rstd_k[i] * s.rstd_k[j] * exp2_approx(s.gamma[i] - s.gamma[j]) : 0.0f;
+    const float gradient = i > j ? -x * decay : 0.0f;
+    x = i > j ? gradient * kk[n][i / 8 % 2 * 2 + j % 2] : 0.0f;
+    return s.beta[i] * gradient;
+  });
+  const int i = 16 * task.row + lane / 4;
+  add_up<kCount>(s, task, task.first > 0 ? 1 : 0, make_float2(s.beta[i], s.beta[i + 8]), lane, c);
+}
+
+// Step 3 ---------------------------------------------------------------------------------------------------------------
+
+// [16 tokens x channels] as C tiles.
+template <int kK>
+using Rows = float[Shape<kK>::kChannels / 8][4];
+
+// The two rows of a lane, and their factors.
+struct RowPair {
+  int i;  // the other is i + 8
+  float2 factor;
+};
+
+// sums += left right for rows [16 m, +16) of right, and the warp's channels, from the 16 `channel` on.
+template <DType kType, int kK>
+__device__ __forceinline__ void add_rows(const uint32_t (&left)[4], const SharedTile<kK>& right, int m, int channel,
+                                         int lane, Rows<kK>& sums) {
+#pragma unroll
+  for (int n = 0; n < Shape<kK>::kChannels / 16; ++n) {
+    uint32_t b[4];
+    right.load_b_transposed(16 * m, channel + n, lane, b);
+    mma<kType>(sums[2 * n], left, b[0], b[1]);
+    mma<kType>(sums[2 * n + 1], left, b[2], b[3]);
+  }
+}
+
+// dq = d_o S^T and dk = Y S^T.
+template <DType kType, int kK>
+__device__ __forceinline__ void read_state(Shared<kK>& s, int block, int channel, int lane, Rows<kK>& dq,
+                                           Rows<kK>& dk) {
+#pragma unroll 2
+  for (int m = 0; m < Shape<kK>::kColumns / 16; ++m) {
+    uint32_t d_o[4], Y[4];
+    s.value_rows().load_a(16 * block, m, lane, d_o);
+    s.Y_rows().load_c_transposed(16 * m, block, lane, Y);
+#pragma unroll
+    for (int n = 0; n < Shape<kK>::kChannels / 16; ++n) {
+      uint32_t b[4];
+      s.state_rows().load_b_transposed(16 * m, channel + n, lane, b);
+      mma<kType>(dq[2 * n], d_o, b[0], b[1]);
+      mma<kType>(dq[2 * n + 1], d_o, b[2], b[3]);
+      mma<kType>(dk[2 * n], Y, b[0], b[1]);
+      mma<kType>(dk[2 * n + 1], Y, b[2], b[3]);
+    }
+  }
+}
+
+// Scales the rows, and puts their inner products with those of a tile into `dots`.
+template <DType kType, int kK>
+__device__ __forceinline__ void scale_and_dot(const SharedTile<kK>& tile, const RowPair& rows, int channel, int lane,
+                                              Rows<kK>& sums, float* dots) {
+  float2 dot = make_float2(0, 0);
+#pragma unroll
+  for (int n = 0; n < Shape<kK>::kChannels / 8; ++n) {
+    const int segment = 2 * channel + n;
+    const auto x_at = [&](int row) {
+      return unpack<kType>(*reinterpret_cast<const uint32_t*>(tile.segment(row, segment) + 2 * (lane % 4)));
+    };
+    const float2 upper = x_at(rows.i), lower = x_at(rows.i + 8);
+    sums[n][0] *= rows.factor.x;
+    sums[n][1] *= rows.factor.x;
+    sums[n][2] *= rows.factor.y;
+    sums[n][3] *= rows.factor.y;
+    dot.x = fmaf(upper.y, sums[n][1], fmaf(upper.x, sums[n][0], dot.x));
+    dot.y = fmaf(lower.y, sums[n][3], fmaf(lower.x, sums[n][2], dot.y));
+  }
+  dot = make_float2(sum_over_lanes<4>(dot.x), sum_over_lanes<4>(dot.y));
+  if (lane % 4 == 0) {
+    dots[rows.i] = dot.x;
+    dots[rows.i + 8] = dot.y;
+  }
+}
+
+// <S, G> by all threads, with G in shared memory.
+template <DType kType, int kK>
+__device__ __forceinline__ void dot_states(const GradientArgs& args, const Item& item, Shared<kK>& s, int warp,
+                                           int lane) {
+  using X = Shape<kK>;
+  constexpr int kSegments = kK / 8, kStep = X::kThreads / kSegments;
+  const int segment = threadIdx.x % kSegments, top = threadIdx.x / kSegments;
+  const uint16_t* S = state_before(args, item) + top * args.S.v_stride + 8 * segment;
+  const int count = 8 * segment < args.S_width ? min(args.chunk.problem.head_dim_v - item.column, X::kColumns) : 0;
+  float sum = 0;
+#pragma unroll 4
+  for (int row = top; row < count; row += kStep, S += kStep * args.S.v_stride) {
+    const uint4 x = *reinterpret_cast<const uint4*>(S);
+    const uint4 y = *reinterpret_cast<const uint4*>(s.state_rows().segment(row, segment));
+    const uint32_t x_words[4] = {x.x, x.y, x.z, x.w}, y_words[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float2 a = unpack<kType>(x_words[e]), b = unpack<kType>(y_words[e]);
+      sum = fmaf(a.y, b.y, fmaf(a.x, b.x, sum));
+    }
+  }
+  sum = sum_over_lanes<kWarpSize>(sum);
+  if (lane == 0) s.state_dot[warp] = sum;
+}
+
+// Adds the sums of the items before, and keeps them for those that follow: each thread its own.
+template <int kK>
+__device__ __forceinline__ void carry(const GradientArgs& args, const Item& item, int which, Rows<kK>& sums) {
+  if (item.first && item.last) return;
+  using X = Shape<kK>;
+  auto* slot = reinterpret_cast<float4*>(args.key_sums) +
+               (static_cast<int64_t>(blockIdx.x) * 2 + which) * (kChunkRows * kK / 4) + threadIdx.x;
+#pragma unroll
+  for (int n = 0; n < X::kChannels / 8; ++n) {
+    float4& kept = slot[n * X::kThreads];
+    if (!item.first) {
+      const float4 x = kept;
+      sums[n][0] += x.x;
+      sums[n][1] += x.y;
+      sums[n][2] += x.z;
+      sums[n][3] += x.w;
+    }
+    if (!item.last) kept = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
+  }
+}
+
+// The adjoint of the norm: dx = rstd dy - rstd^2 x (x . rstd dy), with rstd dy in `sums` and rstd^2 (..) in rows.factor.
+template <DType kType, int kK>
+__device__ __forceinline__ void subtract_along(const SharedTile<kK>& tile, const RowPair& rows, int channel, int lane,
+                                               Rows<kK>& sums) {
+#pragma unroll
+  for (int n = 0; n < Shape<kK>::kChannels / 8; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint16_t* pair = tile.segment(rows.i + 8 * half, 2 * channel + n) + 2 * (lane % 4);
+      const float2 x = unpack<kType>(*reinterpret_cast<const uint32_t*>(pair));
+      const float factor = half == 0 ? rows.factor.x : rows.factor.y;
+      sums[n][2 * half] = fmaf(-factor, x.x, sums[n][2 * half]);
+      sums[n][2 * half + 1] = fmaf(-factor, x.y, sums[n][2 * half + 1]);
+    }
+  }
+}
+
+// The warp's rows to memory, `row` being the lane's first.
+template <DType kType, int kK>
+__device__ __forceinline__ void store_key_rows(const DeviceTensor& out, bool vectors, const Item& item, int K, int row,
+                                               int channel, int lane, const Rows<kK>& sums) {
+  const int64_t base = row_offset(out, item.span.batch, item.span.begin, item.key_head);
+#pragma unroll
+  for (int n = 0; n < Shape<kK>::kChannels / 8; n += 2) {
+    if (!vectors) break;
+    uint32_t pairs[2][2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      pairs[h][0] = pack<kType>(sums[n + h][0], sums[n + h][1]);
+      pairs[h][1] = pack<kType>(sums[n + h][2], sums[n + h][3]);
+    }
+    // Lanes change pairs with their neighbours, so that each has four channels side by side.
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool odd = lane % 2 == 1;
+      const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? pairs[0][half] : pairs[1][half], 1);
+      const uint2 words = odd ? make_uint2(other, pairs[1][half]) : make_uint2(pairs[0][half], other);
+      const int i = row + 8 * half, d = 16 * channel + 8 * n + (odd ? 8 : 0) + lane % 4 / 2 * 4;
+      if (i < item.span.length && d < K) {
+        *reinterpret_cast<uint2*>(static_cast<uint16_t*>(out.data) + base + i * out.strides[1] + d) = words;
+      }
+    }
+  }
+  if (vectors) return;
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    const int i = row + 8 * half;
+    if (i >= item.span.length) continue;
+#pragma unroll
+    for (int n = 0; n < Shape<kK>::kChannels / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int d = 16 * channel + 8 * n + 2 * (lane % 4) + e;
+        const float value = half == 0 ? sums[n][e] : sums[n][2 + e];
+        if (d < K) store_float(out.data, out.dtype, base + i * out.strides[1] + d * out.strides[3], value);
+      }
+    }
+  }
+}
+
+// Numbers per token ----------------------------------------------------------------------------------------------------
+
+// Sums over the aligned lanes before this one, and over those from this one on.
+template <int kLanes>
+__device__ __forceinline__ float sum_before(float value, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+    const float before = __shfl_up_sync(kAllLanes, value, distance);
+    if (lane % kLanes >= distance) value += before;
+  }
+  const float before = __shfl_up_sync(kAllLanes, value, 1);
+  return lane % kLanes == 0 ? 0.0f : before;
+}
+template <int kLanes>
+__device__ __forceinline__ float sum_since(float value, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+    const float after = __shfl_down_sync(kAllLanes, value, distance);
+    if (lane % kLanes + distance < kLanes) value += after;
+  }
+  return value;
+}
+
+// What the first 64 threads have of their token, over the ranges of a head or of all heads.
+struct TokenSums {
+  float yv = 0, dg = 0, dbeta = 0;
+  float along_q = 0, along_k = 0;
+};
+
+// sum_{i >= m > j} M_ij + sum_{i >= m} a_i + sum_{j < m} b_j, by the first two warps. M in blocks: the rows of this
+// token's block from m on, its columns before m, whole blocks that lie around it, and the diagonal block. Only sums, no
+// differences.
+template <int kK>
+__device__ __forceinline__ float gate_gradient(const Shared<kK>& s, int m, int lane) {
+  const int block = m / 16, l = m % 16;
+  const float beta = s.beta[m];
+  float column = 0, around = 0;
+#pragma unroll
+  for (int kind = 0; kind < 2; ++kind) {
+#pragma unroll
+    for (int row = 1; row < kBlocks; ++row) {
+      if (row <= block) continue;
+      column += s.columns[kind][row][m];
+#pragma unroll
+      for (int before = 0; before < kBlocks - 2; ++before) {
+        if (before < block) around += s.columns[kind][row][16 * before + l];
+      }
+    }
+  }
+  const float below = s.row_below_P[m] + beta * (s.row_below_A[0][m] + s.row_below_A[1][m]);
+  const float pairs = (s.within[kPairsOfP][m] + s.within[kPairsOfA][m]) + sum_since<16>(below, lane) +
+                      sum_before<16>(column, lane) + sum_over_lanes<16>(around);
+  const auto a_at = [&](int i) {
+    return (s.a_q[0][i] + s.a_q[1][i]) + s.beta[i] * (s.a_k[0][i] + s.a_k[1][i]);
+  };
+  const auto b_at = [&](int j) { return s.b[0][j] + s.b[1][j]; };
+  const bool later = m >= kWarpSize;
+  const float other = sum_over_lanes<kWarpSize>(later ? b_at(lane) : a_at(kWarpSize + lane));
+  const float a_sum = sum_since<kWarpSize>(a_at(m), lane) + (later ? 0.0f : other);
+  const float b_sum = sum_before<kWarpSize>(b_at(m), lane) + (later ? other : 0.0f);
+  return pairs + a_sum + b_sum;
+}
+
+// dg and dbeta of a value head to the caller, and its share of the gates' parameters. By the first two warps.
+template <int kK>
+__device__ __forceinline__ void finish_head(const GradientArgs& args, const Item& item, Shared<kK>& s, int m, int lane,
+                                            const TokenSums& sums) {
+  const DeltaRuleDeviceProblem& p = args.chunk.problem;
+  const bool exists = m < item.span.length;
+  const int64_t token = item.span.begin + m;
+  if (args.dbeta.present() && exists) {
+    store_float(args.dbeta.data, args.dbeta.dtype, row_offset(args.dbeta, item.span.batch, token, item.head),
+                beta_adjoint(p, s.beta[m], sums.dbeta));
+  }
+  if (p.gate == Gate::kNone) return;
+  GateGradient d = {0.0f, 0.0f};
+  if (exists) {
+    const float x = load_float(p.g.data, p.g.dtype, row_offset(p.g, item.span.batch, token, item.head));
+    d = log_decay_adjoint(p, x, p.gate_in_kernel ? gate_rate(p, item.head) : 0.0f,
+                          p.gate_in_kernel ? gate_bias(p, item.head, 0) : 0.0f, sums.dg);
+    if (args.dg.present()) {
+      store_float(args.dg.data, args.dg.dtype, row_offset(args.dg, item.span.batch, token, item.head), d.x);
+    }
+  }
+  if (args.parameter_parts == nullptr) return;
+  double a_log = d.a_log, bias = d.x;
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    a_log += __shfl_xor_sync(kAllLanes, a_log, distance);
+    bias += __shfl_xor_sync(kAllLanes, bias, distance);
+  }
+  auto* halves = reinterpret_cast<double*>(s.columns);  // read by both warps before
+  named_barrier<1>(kChunkRows);
+  if (lane == 0) {
+    halves[m / kWarpSize * 2] = a_log;
+    halves[m / kWarpSize * 2 + 1] = bias;
+  }
+  named_barrier<2>(kChunkRows);
+  if (m < 2) args.parameter_parts[item.at * 2 + m] = halves[m] + halves[2 + m];
+}
+
+// The kernel -----------------------------------------------------------------------------------------------------------
+
+template <DType kType, int kK>
+struct Gradients {
+  using X = Shape<kK>;
+
+  const GradientArgs& args;
+  Shared<kK>& s;
+  int warp, lane;
+
+  __device__ __forceinline__ int block() const { return warp % kBlocks; }                         // of 16 tokens
+  __device__ __forceinline__ int group() const { return warp / kBlocks; }                         // of channels
+  __device__ __forceinline__ int channel() const { return group() * (X::kChannels / 16); }        // the first, in 16s
+  __device__ __forceinline__ int token() const { return static_cast<int>(threadIdx.x); }          // of the numbers
+  __device__ __forceinline__ bool has_token() const { return threadIdx.x < kChunkRows; }
+
+  // The lane's two rows with a factor for each.
+  template <class Factor>
+  __device__ __forceinline__ RowPair rows(const Factor& factor) const {
+    const int i = 16 * block() + lane / 4;
+    return {i, make_float2(factor(i), factor(i + 8))};
+  }
+
+  // Steps 1 and 2: afterwards d_o is where v was, and P' where J was.
+  __device__ __forceinline__ void pair_gradients(const Item& item, TokenSums& sums) const {
+    load_first(args, item, s);
+    wait_copies<0>();
+    __syncthreads();
+    uint32_t bD[kBlocks][4];
+    const bool has_columns = warp < X::kColumns / 16;
+    if (has_columns) residuals<kType>(s, warp, lane, bD);
+    __syncthreads();
+    load_value_rows<X::kThreads>(s.value_rows(), args.d_o, args.vector_d_o, item, args.chunk.problem.head_dim_v);
+    commit_copies();
+    if (has_token()) {
+      sums.yv = 0;
+      for (int w = 0; w < X::kColumns / 16; ++w) sums.yv += s.yv[w][token()];
+    }
+    if (has_columns) writes<kType>(s, warp, lane, bD);
+    wait_copies<0>();
+    __syncthreads();
+#pragma unroll 1
+    for (int at = warp; at < kTaskLists * kMostTasks; at += X::kWarps) {
+      const PairTask task = kPairTasks[at % kTaskLists][at / kTaskLists];
+      if (task.kind == kPairsOfP) pairs_of_P<kType>(args, item, s, task, lane);
+      if (task.kind == kPairsOfA) pairs_of_A<kType>(s, task, lane);
+    }
+  }
+
+  // Products with the pairs of tokens: rows of A' k and columns of A'^T k.
+  __device__ __forceinline__ void add_pairs_of_A(Rows<kK>& dk) const {
+    const LowerBlocks A = s.A;
+#pragma unroll 1
+    for (int m = 0; m < kBlocks; ++m) {
+      uint32_t a[4];
+      if (m <= block()) {
+        A.load_a(16 * block(), m, lane, a);
+        add_rows<kType, kK>(a, s.keys(), m, channel(), lane, dk);
+      }
+      if (m >= block()) {
+        A.load_c_transposed(16 * m, block(), lane, a);
+        add_rows<kType, kK>(a, s.keys(), m, channel(), lane, dk);
+      }
+    }
+  }
+
+  // P' k and P'^T q.
+  __device__ __forceinline__ void add_pairs_of_P(Rows<kK>& dq, Rows<kK>& dk) const {
+    const LowerBlocks P = s.P;
+#pragma unroll 1
+    for (int m = 0; m < kBlocks; ++m) {
+      uint32_t a[4];
+      if (m <= block()) {
+        P.load_a(16 * block(), m, lane, a);
+        add_rows<kType, kK>(a, s.keys(), m, channel(), lane, dq);
+      }
+      if (m >= block()) {
+        P.load_c_transposed(16 * m, block(), lane, a);
+        add_rows<kType, kK>(a, s.queries(), m, channel(), lane, dk);
+      }
+    }
+  }
+
+  // Adds what the item has, and stores the sum after the last one. With the norm, `sum` becomes x . dx, which the first
+  // 64 threads publish in `along`.
+  __device__ __forceinline__ void finish_rows(const DeviceTensor& out, bool vectors, const Item& item, int which,
+                                              const SharedTile<kK>& tile, const float* rstd, float* along, float sum,
+                                              Rows<kK>& x) const {
+    const bool norm = args.chunk.problem.qk_l2norm;
+    if (norm) {
+      if (has_token()) along[token()] = sum;
+      __syncthreads();
+    }
+    carry<kK>(args, item, which, x);
+    if (!item.last || !out.present()) return;
+    const RowPair own = rows([&](int i) { return rstd[i] * rstd[i] * along[i]; });
+    if (norm) subtract_along<kType, kK>(tile, own, channel(), lane, x);
+    store_key_rows<kType, kK>(out, vectors, item, args.chunk.problem.head_dim_k, own.i, channel(), lane, x);
+  }
+
+  // Step 3.
+  __device__ __forceinline__ void key_gradients(const Item& item, TokenSums& sums) const {
+    const DeltaRuleDeviceProblem& p = args.chunk.problem;
+    Rows<kK> dq = {}, dk = {};
+    read_state<kType, kK>(s, block(), channel(), lane, dq, dk);
+    __syncthreads();
+    load_keys<X::kThreads, kK>(args.chunk, p.q, item.span, item.key_head, s.queries());
+    commit_copies();
+    copy_rows<X::kColumns, X::kThreads>(s.state_rows(), args.G + (item.at * args.padded_v + item.column) * kK, kK,
+                                        args.padded_v - item.column, kK);
+    commit_copies();
+    scale_and_dot<kType, kK>(s.keys(), rows([&](int i) { return -exp2_approx(s.gamma[i]) * s.rstd_k[i]; }), channel(),
+                             lane, dk, s.a_k[group()]);
+    const RowPair beta = rows([&](int i) { return s.beta[i]; });
+#pragma unroll
+    for (int n = 0; n < X::kChannels / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dk[n][e] *= e < 2 ? beta.factor.x : beta.factor.y;
+    }
+    add_pairs_of_A(dk);
+    wait_copies<1>();
+    __syncthreads();
+    scale_and_dot<kType, kK>(s.queries(),
+                             rows([&](int i) { return p.scale * exp2_approx(s.gamma[i]) * s.rstd_q[i]; }), channel(),
+                             lane, dq, s.a_q[group()]);
+    add_pairs_of_P(dq, dk);
+    wait_copies<0>();
+    __syncthreads();
+    if (has_token()) sums.along_q += s.row_of_P[token()] + s.a_q[0][token()] + s.a_q[1][token()];
+    finish_rows(args.dq, args.vector_dq, item, 0, s.queries(), s.rstd_q, s.row_of_P, sums.along_q, dq);
+    add_writing(item, dk);
+    __syncthreads();
+    float along = 0;
+    if (has_token()) {
+      const int m = token();
+      const float reading = s.a_k[0][m] + s.a_k[1][m] + s.row_of_A[0][m] + s.row_of_A[1][m];
+      sums.dbeta += sums.yv + reading;
+      for (int row = m / 16; row < kBlocks; ++row) along += s.columns[kPairsOfP][row][m] + s.columns[kPairsOfA][row][m];
+      sums.along_k += s.beta[m] * reading + (s.b[0][m] + s.b[1][m]) + along;
+    }
+    finish_rows(args.dk, args.vector_dk, item, 1, s.keys(), s.rstd_k, s.row_of_A[0], sums.along_k, dk);
+  }
+
+  // dk += w (R G^T)
+  __device__ __forceinline__ void add_writing(const Item& item, Rows<kK>& dk) const {
+    Rows<kK> x = {};
+#pragma unroll 2
+    for (int m = 0; m < X::kColumns / 16; ++m) {
+      uint32_t R[4];
+      s.R_rows().load_c_transposed(16 * m, block(), lane, R);
+      add_rows<kType, kK>(R, s.state_rows(), m, channel(), lane, x);
+    }
+    const float last = s.gamma[kChunkRows - 1];
+    scale_and_dot<kType, kK>(s.keys(), rows([&](int j) { return exp2_approx(last - s.gamma[j]) * s.rstd_k[j]; }),
+                             channel(), lane, x, s.b[group()]);
+#pragma unroll
+    for (int n = 0; n < X::kChannels / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dk[n][e] += x[n][e];
+    }
+    if (args.chunk.problem.gate != Gate::kNone) dot_states<kType>(args, item, s, warp, lane);
+  }
+
+  __device__ __forceinline__ void run(const Item& item, TokenSums& sums) const {
+    if (item.first) sums.along_q = sums.along_k = 0;
+    if (item.opens) sums.dg = sums.dbeta = 0;
+    pair_gradients(item, sums);
+    key_gradients(item, sums);
+    if (!has_token()) return;
+    if (args.chunk.problem.gate != Gate::kNone) {
+      float states = 0;
+      for (int w = 0; w < X::kWarps; ++w) states += s.state_dot[w];
+      sums.dg += gate_gradient(s, token(), lane) + exp2_approx(s.gamma[kChunkRows - 1]) * states;
+    }
+    if (item.closes) finish_head(args, item, s, token(), lane, sums);
+  }
+};
+
+template <DType kType, int kK>
+__global__ void __launch_bounds__(Shape<kK>::kThreads, kK == 256 ? 1 : kK == 128 ? 2 : 4)
+    gradients_kernel(const __grid_constant__ GradientArgs args) {
+  wait_for_previous_kernels();
+  auto& s = dynamic_shared<Shared<kK>>();
+  const DeltaRuleDeviceProblem& p = args.chunk.problem;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const Gradients<kType, kK> gradients{args, s, warp, lane};
+  const int heads = p.num_value_heads / p.group;
+  const int64_t items = args.chunk.num_chunks * heads;
+  for (int64_t at = blockIdx.x; at < items; at += gridDim.x) {
+    const int64_t chunk = at / heads;
+    Item item;
+    item.span = chunk_at(args.chunk.chunked, chunk);
+    if (item.span.sequence < 0) return;  // chunks are numbered without gaps: none follows
+    item.key_head = static_cast<int>(at - chunk * heads);
+    TokenSums sums;
+    for (int h = 0; h < p.group; ++h) {
+      item.head = item.key_head * p.group + h;
+      item.at = chunk * p.num_value_heads + item.head;
+      for (item.column = 0; item.column < p.head_dim_v; item.column += Shape<kK>::kColumns) {
+        item.opens = item.column == 0;
+        item.closes = item.column + Shape<kK>::kColumns >= p.head_dim_v;
+        item.first = h == 0 && item.opens;
+        item.last = h == p.group - 1 && item.closes;
+        gradients.run(item, sums);
+        __syncthreads();
+      }
+    }
+  }
+}
+
+}  // namespace
+
+template <DType kType>
+void launch_gradients_of(const GradientArgs& args, int padded_k, int64_t blocks, const Context& context) {
+  with_padded_k(padded_k, [&]<int kK>() {
+    launch<gradients_kernel<kType, kK>>("delta_rule chunk_16bit gradients", context,
+                                        {static_cast<unsigned>(blocks), Shape<kK>::kThreads, sizeof(Shared<kK>), true},
+                                        args);
+  });
+}
+
+}  // namespace fastweight::cuda::chunk_16bit
