@@ -26,7 +26,8 @@ __device__ __forceinline__ GateGradient log_decay_adjoint(const DeltaRuleDeviceP
   return {-(rate * sigmoid(z)) * dg, -(rate * softplus(z)) * dg};
 }
 
-// From dbeta to the gradient of what the beta tensor holds, given beta = c sigmoid(x):  c s (1 - s) = beta (1 - beta / c).
+// From dbeta to the gradient of what the beta tensor holds: of beta = c s, s = sigmoid(x), that is
+// c s (1 - s) = beta (1 - beta / c) times as much.
 __device__ __forceinline__ float beta_adjoint(const DeltaRuleDeviceProblem& problem, float beta, float dbeta) {
   return problem.beta_sigmoid ? beta * (1.0f - beta / problem.beta_factor) * dbeta : dbeta;
 }

@@ -36,6 +36,7 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context);
 // Token by token.
 namespace recurrent {
 void forward(const DeltaRuleForwardProblem& problem, const Context& context);
+void backward(const DeltaRuleBackwardProblem& problem, const Context& context);
 void step(const DeltaRuleStepProblem& problem, const Context& context);
 }  // namespace recurrent
 

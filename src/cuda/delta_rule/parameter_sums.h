@@ -9,7 +9,7 @@
 
 namespace fastweight::cuda {
 
-// Of chunk c, in the order of all chunks, and value head h: parts[(c HV + h)(1 + bias_width)] is its sum for A_log, over
+// Of chunk c, in the order of all chunks, and value head h: parts[(c HV + h)(1 + bias_width)] is its sum for A_log over
 // its tokens and channels; the numbers after it are those for dt_bias, over its tokens. Whoever fills the array does so
 // for every chunk that exists (chunk_at), and has room for max_chunks of them.
 struct ParameterSums {

@@ -10,6 +10,10 @@ constexpr Implementation<DeltaRuleForwardProblem> kForward[] = {
     {"chunk_fp32", chunk_fp32::declines_forward, always, chunk_fp32::forward, chunk_fp32::config_text},
     {"recurrent", beyond_all_kernels, always, recurrent::forward},
 };
+constexpr Implementation<DeltaRuleBackwardProblem> kBackward[] = {
+    {"chunk_16bit", chunk_16bit::declines_backward, always, chunk_16bit::backward, chunk_16bit::config_text},
+    {"recurrent", beyond_all_kernels, always, recurrent::backward},
+};
 constexpr Implementation<DeltaRuleStepProblem> kStep[] = {
     {"recurrent", beyond_all_kernels, always, recurrent::step},
 };
@@ -17,7 +21,7 @@ constexpr Implementation<DeltaRuleStepProblem> kStep[] = {
 }  // namespace
 
 std::span<const Implementation<DeltaRuleForwardProblem>> delta_rule_forward_list() { return kForward; }
-std::span<const Implementation<DeltaRuleBackwardProblem>> delta_rule_backward_list() { return {}; }
+std::span<const Implementation<DeltaRuleBackwardProblem>> delta_rule_backward_list() { return kBackward; }
 std::span<const Implementation<DeltaRuleStepProblem>> delta_rule_step_list() { return kStep; }
 
 }  // namespace fastweight::cuda

@@ -9,6 +9,9 @@
 #include "cuda/delta_rule/parameter_sums.h"
 
 namespace fastweight::cuda::chunk_16bit {
+void launch_gradients_per_channel(const GradientArgs&, int, int64_t, const Context&) {}
+size_t gradients_per_channel_bytes(int) { return 0; }
+int gradients_per_channel_columns(int) { return 128; }
 namespace {
 
 ScanConfig back_config_of(const DeltaRuleBackwardProblem& problem) {
@@ -120,6 +123,7 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   const DType dtype = in.q.dtype;
   const bool other_d_o = problem.args.d_o.present() && problem.args.d_o.dtype != dtype;
   if ((dtype != DType::kBF16 && dtype != DType::kF16) || other_d_o) return "q, k, v and d_o must have one 16-bit type";
+  if (has_decay_per_channel(problem)) return "not yet";
   if (in.beta.rank == 4) return "beta must be a number per token";
   return lacks_shared_memory(least_bytes(problem), in.q.device.index);
 }

@@ -79,7 +79,10 @@ __device__ __forceinline__ int own_key(const Part& part) {
   const int i = threadIdx.x % kColumnLanes;
   return key_of<kPlaces>(part, i / 4) + i % 4;
 }
-__device__ __forceinline__ int own_column() { return blockIdx.x * kColumnsOfBlock + threadIdx.x % kWarpSize; }
+__device__ __forceinline__ int own_column(const Part& part) {
+  const int lane = threadIdx.x % kWarpSize;
+  return part.column - lane % kColumnLanes * kColumns + lane;
+}
 
 // The lane's share of S.
 struct StateTile {
@@ -122,7 +125,7 @@ __device__ __forceinline__ RawScalars load_scalars(const DeltaRuleDeviceProblem&
     if (key < p.head_dim_k) raw.g = load_bits(g + key * g_stride, p.g.dtype);
   }
   if (p.beta_per_value) {
-    const int column = own_column();
+    const int column = own_column(part);
     if (column < p.head_dim_v) raw.beta = load_bits(beta + column * beta_stride, p.beta.dtype);
   } else if (p.beta.present()) {
     raw.beta = load_bits(beta, p.beta.dtype);
@@ -346,7 +349,7 @@ __device__ __forceinline__ int64_t slot_of(const Slots& slots, int64_t sequence)
 // All tokens of all sequences, in any layout: forward, and those steps that are not one token in vec4s.
 struct RecurrentArgs {
   DeltaRuleDeviceProblem problem;
-  DeviceTensor o;              // [B, T, HV, V]
+  DeviceTensor o;              // [B, T, HV, V]; absent: states alone are wanted
   DeviceStates initial_state;  // [N, HV] matrices; absent: 0
   DeviceStates final_state;    // [N, HV] matrices; absent: not wanted. A step: the same as initial_state
   bool in_place = false;       // a step: a sequence without tokens leaves its state alone
