@@ -334,20 +334,6 @@ def test_two_runs_agree():
 # More than 2^31 elements in a tensor ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def memory():
-    """Skips where there is less to be had than a test takes, and gives it back after it."""
-
-    def expect(gigabytes):
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-        if free < gigabytes << 30:
-            pytest.skip(f"{free >> 30} GiB free, expected {gigabytes}")
-
-    yield expect
-    torch.cuda.empty_cache()
-
-
 def rows(op, shape, dtype):
     """Inputs of the delta-rule family of a shape [B, T, H, D]; q and k are to be normalised."""
     x = {name: torch.randn(*shape, device="cuda", dtype=dtype) for name in "qkv"}

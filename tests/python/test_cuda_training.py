@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fastweight
 from fastweight import layers, ops
 from helpers import assert_close, draw, gradients, leaves
+from test_cuda import rows
 from test_delta_rule import CHUNK, FP32, RAW, RECURRENT, THRESHOLDS
 from test_ttt_linear import KEEP
 from test_ttt_linear import THRESHOLDS as TTT_THRESHOLDS
@@ -197,6 +198,37 @@ def test_gradients_of_views():
     wide = torch.randn(1, 100, 2, 128, device=DEVICE, dtype=torch.bfloat16)
     strided = torch.autograd.grad(o, values, wide[..., ::2], retain_graph=True)
     assert_same_bits(strided, torch.autograd.grad(o, values, wide[..., ::2].contiguous()))
+
+
+@pytest.mark.parametrize(
+    ("op", "gigabytes"), [("delta_rule", 90), ("gated_delta_rule", 90), ("kda", 125), ("ttt_linear", 90)]
+)
+def test_many_elements(op, gigabytes, memory):
+    """More than 2^31 in a tensor: the gradients of the last chunks against those of these chunks alone, from the state
+    before them: the same bits."""
+    T, H, D, cut = 64 * 2200, 128, 128, 64 * 2198
+    assert T * H * D > 2**31
+    memory(gigabytes)
+    if op == "ttt_linear":
+        x = {name: torch.randn(1, T, H, D, device=DEVICE, dtype=torch.bfloat16).mul_(0.1) for name in "qkv"}
+        x["eta"] = torch.rand(1, T, H, 1, device=DEVICE).mul_(0.01)
+        weights = {"w": torch.rand(H, D, device=DEVICE), "b": torch.randn(H, D, device=DEVICE)}
+        function = functools.partial(ops.chunk_ttt_linear, **weights)
+        states = ("initial_state", "initial_state_bias")
+    else:
+        x = rows(op, (1, T, H, D), torch.bfloat16)
+        function = functools.partial(CHUNK[op], use_qk_l2norm_in_kernel=True)
+        states = ("initial_state",)
+
+    def run(x, **options):
+        leaves = {name: y.detach().requires_grad_() for name, y in x.items()}
+        o = function(**leaves, **options)[0]
+        return torch.autograd.grad(o, list(leaves.values()), x["v"])
+
+    with torch.no_grad():
+        middle = function(**{name: y[:, :cut] for name, y in x.items()}, output_final_state=True)[1:]
+    alone = run({name: y[:, cut:] for name, y in x.items()}, **dict(zip(states, middle, strict=True)))
+    assert_same_bits(alone, [y[:, cut:] for y in run(x)])
 
 
 # PyTorch's surroundings ----------------------------------------------------------------------------------------------
