@@ -1,21 +1,34 @@
-"""fastweight next to flash-linear-attention on a CUDA device: forward and decoding, timed side by side in one run.
+"""fastweight next to flash-linear-attention on a CUDA device: forward, training and decoding, side by side in one run.
 
-    python bench/compare_cuda.py [--fla FOLDER] [--json FILE] [--ops gdn,kda,..] [--modes forward,step,eager]
-                                 [--shape B=1,T=8192,H=96,D=128] [--rounds N] [--seconds S]
+    python bench/compare_cuda.py [--peers fla,flashqla,cudnn | none] [--fla FOLDER] [--fla-unchecked] [--json FILE]
+                                 [--ops gdn,kda,..] [--modes forward,train,step,eager,first_step]
+                                 [--shape B=1,T=8192,H=96,D=128] [--sweep] [--rounds N] [--seconds S]
 
 flash-linear-attention is used where it is installed, or from the source folder `--fla`. It compiles and tunes its
-kernels at the first call of every shape, half a minute to a minute each: hence few shapes.
+kernels at the first call of every shape, half a minute to a minute each, for a backward as long again: hence few
+shapes.
+`flashqla` and `cudnn` are FlashQLA (GDN) and cuDNN's frontend (KDA with gates given), where they can be imported.
 
-`forward`: o of B sequences of T tokens, bf16, no state in or out. `step`: one token for each of B states in fp32; ours
-advance them in place, fla's functions return new ones. In both, calls are captured in a CUDA graph that goes around
-several copies of the inputs, together larger than the L2 cache; the time is that of a replay over the number of calls.
-`eager`: what a decoding step of one sequence costs the host, without a graph, next to torch.mul of two small tensors.
+`forward`: o of B sequences of T tokens, bf16, no state in or out. `train`: the same and the gradients of all inputs
+from a gradient of o; next to the time stands the peak of memory on top of the inputs, results included. `step`: one
+token for each of B states in fp32; ours advance them in place, fla's functions return new ones. In all three, calls are
+captured in a CUDA graph that goes around several copies of the inputs, together larger than the L2 cache; the time is
+that of a replay over the number of calls. What cannot be captured is timed without a graph, and says so. `eager`: what
+a decoding step of one sequence costs the host, without a graph, next to torch.mul of two small tensors. `first_step`:
+the first training step of a new process with empty caches of compiled code, from inputs on the device to gradients, and
+that process from start to end.
 
-Both libraries get the same inputs through functions of the same names: q and k are l2-normalised inside, GDN's log
-decay is log sigmoid(N(0,1)) / 16, KDA's gate is computed inside with a lower bound of -5 (`safe_gate`), beta is
-sigmoid(N(0,1)). Before the timing their answers are compared: relative RMS error. Then they take turns, `--rounds`
-times; the table has the median, the 10th and 90th percentile, and the median over fastweight's. The records are
-written after every case, so that a run that is cut short leaves what it has measured.
+`--sweep`: training of one sequence of 4096 to 524288 tokens, H = 8, to see that time and memory grow as T does.
+
+All libraries get the same inputs through functions of the same names: q and k are l2-normalised inside, GDN's log decay
+is log sigmoid(N(0,1)) / 16, KDA's gate is computed inside with a lower bound of -5 (`safe_gate`), beta is
+sigmoid(N(0,1)). `kda_given`: q and k are normalised before, the log decay is given in fp32. Before the timing their
+answers are compared with fastweight's: relative RMS error, of the gradients the largest. Then they take turns,
+`--rounds` times; the table has the median, the 10th and 90th percentile, and the median over fastweight's. The records
+are written after every case, so that a run that is cut short leaves what it has measured.
+
+On Hopper with Triton 3.4 to 3.7.0 flash-linear-attention refuses the backward of GDN, because that compiler makes wrong
+code of it. `--fla-unchecked` removes the check; such records are marked.
 """
 
 import argparse
@@ -26,10 +39,12 @@ import functools
 import importlib
 import json
 import math
+import os
 import pathlib
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -40,16 +55,31 @@ import torch.nn.functional as F
 import fastweight
 from fastweight import ops
 
-OPERATORS = ("gdn", "kda", "delta_rule", "ttt")
-MODES = ("forward", "step", "eager")
+OPERATORS = ("gdn", "kda", "kda_given", "delta_rule", "ttt")
+DEFAULT_OPERATORS = ("gdn", "kda", "delta_rule", "ttt")
+MODES = ("forward", "train", "step", "eager", "first_step")
+DEFAULT_MODES = ("forward", "step", "eager")
+PEERS = ("fla", "flashqla", "cudnn")
 WIDE, LONG = {"B": 1, "T": 8192, "H": 96, "D": 128}, {"B": 2, "T": 16384, "H": 16, "D": 128}
 ONE, MANY = {"B": 1, "T": 1, "H": 32, "D": 128}, {"B": 256, "T": 1, "H": 32, "D": 128}
+GROUPED = {"B": 1, "T": 32768, "H": 16, "HV": 64, "D": 128}
+TTT = {"B": 4, "T": 4096, "H": 32, "D": 64}
 SHAPES = {
-    "forward": {"ttt": ({"B": 4, "T": 4096, "H": 32, "D": 64},)},
+    "forward": {"ttt": (TTT,)},
+    "train": {"gdn": (WIDE, LONG, GROUPED), "ttt": (TTT,)},
+    "first_step": {"ttt": (TTT,)},
     "step": {"ttt": ({"B": 1, "T": 1, "H": 32, "D": 64}, {"B": 256, "T": 1, "H": 32, "D": 64})},
     "eager": {"ttt": ({"B": 1, "T": 1, "H": 32, "D": 64},)},
 }
-DEFAULT_SHAPES = {"forward": (WIDE, LONG), "step": (ONE, MANY), "eager": (ONE,)}
+DEFAULT_SHAPES = {
+    "forward": (WIDE, LONG),
+    "train": (WIDE,),
+    "step": (ONE, MANY),
+    "eager": (ONE,),
+    "first_step": (WIDE,),
+}
+SWEEP = tuple({"B": 1, "T": 4096 << i, "H": 8, "D": 128} for i in range(8))
+SECONDS_OF_FIRST_STEP = 150  # after which a process is not waited for
 MAX_COPIES = 8
 MAX_CALLS = 64  # in a graph
 EAGER_CALLS = 500
@@ -57,16 +87,18 @@ EAGER_CALLS = 500
 DEVICE = "cuda"
 
 Inputs = dict[str, torch.Tensor]
+Function = Callable[[Inputs], torch.Tensor | tuple[torch.Tensor, ...]]
 
 
 def draw(op: str, shape: dict[str, int], seed: int) -> Inputs:
     B, T, H, D = (shape[name] for name in "BTHD")
+    HV = shape.get("HV", H)
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def randn(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(*sizes, device=DEVICE, dtype=dtype, generator=generator)
 
-    x = {name: randn(B, T, H, D, dtype=torch.bfloat16) for name in "qkv"}
+    x = {name: randn(B, T, HV if name == "v" else H, D, dtype=torch.bfloat16) for name in "qkv"}
     if op == "ttt":
         x["q"], x["k"] = F.normalize(x["q"], dim=-1), F.normalize(x["k"], dim=-1)
         x |= {"w": 1 + 0.1 * randn(H, D), "b": 0.1 * randn(H, D), "eta": randn(B, T, H, 1).sigmoid() / D}
@@ -79,10 +111,13 @@ def draw(op: str, shape: dict[str, int], seed: int) -> Inputs:
         x["position"] = torch.zeros(B, dtype=torch.int32, device=DEVICE)
         return x
     if op == "gdn":
-        x["g"] = F.logsigmoid(randn(B, T, H)) / 16
+        x["g"] = F.logsigmoid(randn(B, T, HV)) / 16
     if op == "kda":
-        x |= {"g": randn(B, T, H, D, dtype=torch.bfloat16), "A_log": randn(H).abs(), "dt_bias": 0.1 * randn(H * D)}
-    x |= {"beta": randn(B, T, H).sigmoid(), "state": randn(B, H, D, D)}
+        x |= {"g": randn(B, T, HV, D, dtype=torch.bfloat16), "A_log": randn(HV).abs(), "dt_bias": 0.1 * randn(HV * D)}
+    if op == "kda_given":
+        x["q"], x["k"] = F.normalize(x["q"], dim=-1), F.normalize(x["k"], dim=-1)
+        x["g"] = F.logsigmoid(randn(B, T, HV, D)) / 16
+    x |= {"beta": randn(B, T, HV).sigmoid(), "state": randn(B, HV, D, D)}
     return x
 
 
@@ -96,18 +131,43 @@ def pick(x: Inputs, *names: str) -> Inputs:
     return {name: x[name] for name in names if name in x}
 
 
-def forward(library, op: str) -> Callable[[Inputs], torch.Tensor]:
+# What an operator reads in a forward: the inputs whose gradients training asks for.
+NAMES = {
+    "gdn": (*"qkv", "g", "beta"),
+    "kda": (*"qkv", "g", "beta", "A_log", "dt_bias"),
+    "kda_given": (*"qkv", "g", "beta"),
+    "delta_rule": (*"qkv", "beta"),
+    "ttt": (*"qkvwb", "eta"),
+}
+
+
+def forward(library, op: str) -> Function:
     """`library`: an object with the functions of fastweight.ops and fla.ops."""
+    names = NAMES[op]
     if op == "ttt":
-        return lambda x: library.chunk_ttt_linear(**pick(x, *"qkvwb", "eta"), chunk_size=16)[0]
-    if op == "kda":
-        options = L2NORM | KDA_GATE | {"safe_gate": True}
-        return lambda x: library.chunk_kda(**pick(x, *"qkv", "g", "beta", "A_log", "dt_bias"), **options)[0]
+        return lambda x: library.chunk_ttt_linear(**pick(x, *names), chunk_size=16)[0]
+    if op in ("kda", "kda_given"):
+        options = L2NORM | KDA_GATE | {"safe_gate": True} if op == "kda" else {"safe_gate": True}
+        rule = library.chunk_kda
+        return lambda x: rule(**pick(x, *names), **options)[0]
     rule = library.chunk_gated_delta_rule if op == "gdn" else library.chunk_delta_rule
-    return lambda x: rule(**pick(x, *"qkv", "g", "beta"), **L2NORM)[0]
+    return lambda x: rule(**pick(x, *names), **L2NORM)[0]
 
 
-def recurrent(library, op: str) -> Callable[[Inputs], torch.Tensor]:
+def training(library, op: str) -> Function:
+    """Forward and backward: the gradients of everything that the operator reads."""
+    one, names = forward(library, op), NAMES[op]
+
+    def step(x: Inputs) -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            leaves = {name: x[name].detach().requires_grad_() for name in names}
+            o = one(leaves)
+            return torch.autograd.grad(o, list(leaves.values()), x["v"])  # v stands in for the gradient of o
+
+    return step
+
+
+def recurrent(library, op: str) -> Function:
     """One token, from a state to a new one."""
     options, names = dict(L2NORM), [*"qkv", "g", "beta"]
     if op == "kda":
@@ -118,7 +178,7 @@ def recurrent(library, op: str) -> Callable[[Inputs], torch.Tensor]:
     return lambda x: rule(**pick(x, *names), initial_state=x["state"], output_final_state=True, **options)[0]
 
 
-def step_in_place(op: str) -> Callable[[Inputs], torch.Tensor]:
+def step_in_place(op: str) -> Function:
     if op == "ttt":
         return lambda x: ops.ttt_linear_step(**x, chunk_size=16)
     options = L2NORM | (KDA_GATE if op == "kda" else {})
@@ -130,8 +190,10 @@ class Fla:
 
     MODULES = ("gated_delta_rule", "kda", "delta_rule", "ttt")
 
-    def __init__(self) -> None:
+    def __init__(self, unchecked: bool = False) -> None:
         self.modules = [importlib.import_module(f"fla.ops.{name}") for name in self.MODULES]
+        if unchecked:
+            importlib.import_module("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
 
     def __getattr__(self, name: str):
         for module in self.modules:
@@ -140,15 +202,51 @@ class Fla:
         raise AttributeError(name)
 
 
-def runners(op: str, mode: str, fla: Fla | None) -> dict[str, Callable[[Inputs], torch.Tensor]]:
-    if mode == "forward":
-        return {"fastweight": forward(ops, op)} | ({"fla": forward(fla, op)} if fla else {})
+class FlashQla:
+    def __init__(self) -> None:
+        self.chunk_gated_delta_rule = importlib.import_module("flash_qla").chunk_gated_delta_rule
+
+
+class Cudnn:
+    """KDA of cuDNN's frontend, whose training on Hopper takes log gates in fp32 and rows that are normalised."""
+
+    def __init__(self) -> None:
+        self.function = importlib.import_module("cudnn.linear_attention").kimi_delta_attention
+        self.offsets = {}
+
+    def chunk_kda(self, q, k, v, g, beta, safe_gate):
+        B, T = q.shape[:2]
+        if (B, T) not in self.offsets:  # once, or a graph would have to copy from the host
+            self.offsets[B, T] = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)
+        flat = (x.flatten(0, 1) for x in (q, k, v, g, beta))
+        return (self.function(*flat, self.offsets[B, T])[0].unflatten(0, (B, T)),)
+
+
+# What of it is compared.
+PEER_CASES = {"flashqla": {("gdn", "forward"), ("gdn", "train")}, "cudnn": {("kda_given", m) for m in MODES[:2]}}
+
+
+def load_peers(names: list[str], unchecked: bool) -> dict[str, object]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = Fla(unchecked) if name == "fla" else {"flashqla": FlashQla, "cudnn": Cudnn}[name]()
+        except ImportError as problem:
+            print(f"without {name}: {problem}")
+    return found
+
+
+def runners(op: str, mode: str, peers: dict[str, object]) -> dict[str, Function]:
+    if mode in ("forward", "train"):
+        make = training if mode == "train" else forward
+        taking = {n: p for n, p in peers.items() if n not in PEER_CASES or (op, mode) in PEER_CASES[n]}
+        return {"fastweight": make(ops, op)} | {name: make(peer, op) for name, peer in taking.items()}
     found = {"fastweight": step_in_place(op)}
     if op != "ttt":
         if mode == "eager":
             found["fastweight, new state"] = recurrent(ops, op)
-        if fla:
-            found["fla"] = recurrent(fla, op)
+        if "fla" in peers:
+            found["fla"] = recurrent(peers["fla"], op)
     return found
 
 
@@ -159,9 +257,10 @@ def runners(op: str, mode: str, fla: Fla | None) -> dict[str, Callable[[Inputs],
 class Graph:
     """Several calls on rotating inputs."""
 
-    function: Callable[[Inputs], torch.Tensor]
+    function: Function
     copies: list[Inputs]
     calls: int
+    graph = True
 
     def __post_init__(self) -> None:
         stream = torch.cuda.Stream()
@@ -169,17 +268,36 @@ class Graph:
             for x in self.copies:  # compiles, tunes, and fills the allocator before the capture
                 self.function(x)
         stream.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=stream):
+        self.captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.captured, stream=stream):
             for index in range(self.calls):
                 self.function(self.copies[index % len(self.copies)])
-        self.graph.replay()
+        self.captured.replay()
         torch.cuda.synchronize()
 
     def milliseconds(self) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        self.graph.replay()
+        self.captured.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / self.calls
+
+
+@dataclasses.dataclass
+class Queue:
+    """As in a graph, without one: the launches of a long kernel are there before it begins."""
+
+    function: Function
+    copies: list[Inputs]
+    calls: int
+    graph = False
+
+    def milliseconds(self) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for index in range(self.calls):
+            self.function(self.copies[index % len(self.copies)])
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / self.calls
@@ -189,8 +307,9 @@ class Graph:
 class Eager:
     """Calls of the host one after the other. A kernel of this size is done before the next one is launched."""
 
-    function: Callable[[Inputs], torch.Tensor]
+    function: Function
     copies: list[Inputs]
+    graph = False
 
     def __post_init__(self) -> None:
         for _ in range(100):
@@ -224,38 +343,71 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.float() - b.float()).square().mean().sqrt() / b.float().square().mean().sqrt())
 
 
+def largest_error(a, b) -> float:
+    if isinstance(a, torch.Tensor):
+        return error(a, b)
+    return max(error(x, y) for x, y in zip(a, b, strict=True))
+
+
+def peak_memory(function: Function, x: Inputs) -> int:
+    """Bytes on top of the inputs, results included. The call before has loaded and tuned what there is."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function(x)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def timer(mode: str, function: Function, copies: list[Inputs], calls: int):
+    if mode == "eager":
+        return Eager(function, copies)
+    try:
+        return Graph(function, copies, calls)
+    except RuntimeError:
+        if mode != "train":
+            raise
+        torch.cuda.synchronize()
+        return Queue(function, copies, calls)
+
+
 def timers(mode: str, functions: dict, copies: list[Inputs], calls: int) -> tuple[dict, dict, dict]:
-    """Timers, errors against fastweight, and the messages of those that do not run."""
-    ready, errors, failures, expected = {}, {}, {}, None
+    """Timers, what is known besides the time, and the messages of those that do not run."""
+    ready, notes, failures, expected = {}, {}, {}, None
     for name, function in functions.items():
         try:
             answer = function(clone(copies[0]))
             expected = answer if expected is None else expected
-            errors[name] = error(answer, expected)
-            own = [clone(x) for x in copies] if mode != "forward" else copies  # steps write
-            ready[name] = Eager(function, own) if mode == "eager" else Graph(function, own, calls)
+            notes[name] = {"error": None if name == "fastweight" else largest_error(answer, expected)}
+            if mode == "train":
+                notes[name]["peak_bytes"] = peak_memory(function, copies[0])
+            own = copies if mode in ("forward", "train") else [clone(x) for x in copies]  # steps write
+            ready[name] = timer(mode, function, own, calls)
+            notes[name]["graph"] = ready[name].graph
         except Exception as problem:  # the other library still has its turn
             failures[name] = f"{type(problem).__name__}: {str(problem).splitlines()[0][:200]}"
     if mode == "eager":
         small = torch.ones(32, 128, device=DEVICE, dtype=torch.bfloat16)
         ready["torch.mul"] = Eager(lambda x: torch.mul(small, small), copies)
-    return ready, errors, failures
+    return ready, notes, failures
 
 
 @torch.no_grad()
-def compare(op: str, mode: str, shape: dict[str, int], fla: Fla | None, rounds: int, seconds: float) -> list[dict]:
+def compare(
+    op: str, mode: str, shape: dict[str, int], peers: dict[str, object], rounds: int, seconds: float
+) -> list[dict]:
     first = draw(op, shape, 0)
     count = 1 if mode == "eager" else min(MAX_COPIES, max(2, math.ceil(2 * l2_bytes() / nbytes(first)) + 1))
     copies = [first, *(draw(op, shape, seed) for seed in range(1, count))]
-    calls = count * max(1, min(MAX_CALLS // count, 4 if mode == "forward" else MAX_CALLS))
-    ready, errors, failures = timers(mode, runners(op, mode, fla), copies, calls)
+    calls = count * max(1, min(MAX_CALLS // count, {"forward": 4, "train": 1}.get(mode, MAX_CALLS)))
+    ready, notes, failures = timers(mode, runners(op, mode, peers), copies, calls)
     samples = {name: [] for name in ready}
     for _ in range(rounds):
-        for name, timer in ready.items():
+        for name, one in ready.items():
             begin = time.perf_counter()
-            timer.milliseconds()  # warms up after the one before
+            one.milliseconds()  # warms up after the one before
             while True:
-                samples[name].append(timer.milliseconds())
+                samples[name].append(one.milliseconds())
                 if time.perf_counter() - begin > seconds:
                     break
     records = []
@@ -276,10 +428,59 @@ def compare(op: str, mode: str, shape: dict[str, int], fla: Fla | None, rounds: 
                 "p10_ms": deciles[0],
                 "p90_ms": deciles[-1],
                 "over_fastweight": None if ours is None else median / ours,
-                "error": errors.get(name) if name != "fastweight" else None,
+                "error": None,
             }
+            | notes.get(name, {})
         )
     return records + [base | {"library": name, "failed": text} for name, text in failures.items()]
+
+
+# The first training step of a process --------------------------------------------------------------------------------
+
+
+def take_first_step(library: str, op: str, shape: dict[str, int], unchecked: bool) -> float:
+    """Milliseconds from the inputs on the device to all gradients."""
+    function = training(ops if library == "fastweight" else load_peers([library], unchecked)[library], op)
+    x = draw(op, shape, 0)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    function(x)
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def first_steps(op: str, shape: dict[str, int], peers: dict[str, object], arguments: argparse.Namespace) -> list[dict]:
+    """Of every library in a new process, whose caches of compiled code are empty."""
+    records = []
+    for library in runners(op, "train", peers):
+        sizes = ",".join(f"{name}={value}" for name, value in shape.items())
+        command = [sys.executable, __file__, "--first-step-of", library, "--ops", op, "--shape", sizes]
+        command += ["--fla", str(arguments.fla)] if arguments.fla else []
+        command += ["--fla-unchecked"] if arguments.fla_unchecked else []
+        base = {"op": op, "mode": "first_step", "dtype": "bf16", **shape, "library": library}
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {"TRITON_CACHE_DIR": folder, "TILELANG_CACHE_DIR": folder, "FLA_CACHE_DIR": folder}
+            begin = time.perf_counter()
+            try:
+                child = subprocess.run(
+                    command, env=os.environ | caches, capture_output=True, text=True, timeout=SECONDS_OF_FIRST_STEP
+                )
+            except subprocess.TimeoutExpired:
+                records.append(base | {"failed": f"not done after {SECONDS_OF_FIRST_STEP} s"})
+                continue
+            process = 1e3 * (time.perf_counter() - begin)
+        if child.returncode != 0:
+            records.append(base | {"failed": (child.stderr.strip().splitlines() or ["no message"])[-1][:200]})
+            continue
+        median = float(child.stdout.split()[-1])
+        ours = next((r["median_ms"] for r in records if r["library"] == "fastweight" and "failed" not in r), None)
+        ours = median if library == "fastweight" else ours
+        records.append(
+            base
+            | {"median_ms": median, "p10_ms": median, "p90_ms": median, "process_ms": process, "samples": 1}
+            | {"over_fastweight": None if ours is None else median / ours, "error": None}
+        )
+    return records
 
 
 # What ran where -------------------------------------------------------------------------------------------------------
@@ -317,20 +518,28 @@ def machine(folder: pathlib.Path | None) -> dict:
 
 
 def row(record: dict) -> str:
-    shape = " ".join(f"{name}={record[name]}" for name in "BTHD")
-    head = f"{record['op']:11}{record['mode']:9}{shape:24}{record['library']:23}"
+    shape = " ".join(f"{name}={record[name]}" for name in ("B", "T", "H", "HV", "D") if name in record)
+    head = f"{record['op']:11}{record['mode']:11}{shape:30}{record['library']:23}"
     if "failed" in record:
         return head + record["failed"]
     unit, factor = ("us", 1e3) if record["median_ms"] < 1 else ("ms", 1)
     median, low, high = (f"{factor * record[name]:.3f}" for name in ("median_ms", "p10_ms", "p90_ms"))
     ratio = "" if record["over_fastweight"] is None else f"{record['over_fastweight']:.2f}"
     same = "" if record["error"] is None else f"{record['error']:.1e}"
-    return f"{head}{median:>10} {unit}{f'{low} .. {high}':>22}{ratio:>7}{same:>9}"
+    notes = [] if record["mode"] != "train" or record["graph"] else ["no graph"]
+    if "peak_bytes" in record:
+        notes.append(f"{record['peak_bytes'] / 2**30:.2f} GiB")
+        notes.append(f"{1e6 * record['median_ms'] / (record['B'] * record['T']):.1f} ns per token")
+    if "process_ms" in record:
+        notes.append(f"process {1e-3 * record['process_ms']:.1f} s")
+    if record.get("unchecked"):
+        notes.append("unchecked")
+    return f"{head}{median:>10} {unit}{f'{low} .. {high}':>22}{ratio:>7}{same:>9}  {', '.join(notes)}".rstrip()
 
 
 def parse_shape(text: str) -> dict[str, int]:
     shape = {"B": 1, "T": 1} | {name: int(value) for name, value in (part.split("=") for part in text.split(","))}
-    if set(shape) != set("BTHD"):
+    if set(shape) - {"HV"} != set("BTHD"):
         raise ValueError
     return shape
 
@@ -342,35 +551,50 @@ def parse_list(choices: tuple[str, ...], text: str) -> list[str]:
     return text.split(",")
 
 
+def shapes_of(arguments: argparse.Namespace, op: str, mode: str) -> tuple[dict[str, int], ...]:
+    if arguments.sweep and mode == "train":
+        return SWEEP
+    shapes = (arguments.shape,) if arguments.shape else SHAPES[mode].get(op, DEFAULT_SHAPES[mode])
+    return tuple(shape | {"T": 1} if mode in ("step", "eager") else shape for shape in shapes)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--peers", type=functools.partial(parse_list, (*PEERS, "none")), default=["fla"])
     parser.add_argument("--fla", type=pathlib.Path, help="source folder of flash-linear-attention")
+    parser.add_argument("--fla-unchecked", action="store_true", help="remove its check of Triton's version")
     parser.add_argument("--json", type=pathlib.Path, help="file for the records")
-    parser.add_argument("--ops", type=functools.partial(parse_list, OPERATORS), default=list(OPERATORS))
-    parser.add_argument("--modes", type=functools.partial(parse_list, MODES), default=list(MODES))
-    parser.add_argument("--shape", type=parse_shape, help="H=..,D=..[,B=..][,T=..] in place of each mode's own")
+    parser.add_argument("--ops", type=functools.partial(parse_list, OPERATORS), default=list(DEFAULT_OPERATORS))
+    parser.add_argument("--modes", type=functools.partial(parse_list, MODES), default=list(DEFAULT_MODES))
+    parser.add_argument("--shape", type=parse_shape, help="H=..,D=..[,HV=..][,B=..][,T=..] in place of a mode's own")
+    parser.add_argument("--sweep", action="store_true", help="training over lengths; implies --modes train")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.1, help="of a library's turn")
+    parser.add_argument("--first-step-of", choices=("fastweight", *PEERS), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.exit(1, "compare_cuda: there is no CUDA device\n")
-
     if arguments.fla:
         sys.path.insert(0, str(arguments.fla))
-    try:
-        fla = Fla()
-    except ImportError as problem:
-        print(f"without flash-linear-attention: {problem}")
-        fla = None
+    if arguments.first_step_of:
+        print(take_first_step(arguments.first_step_of, arguments.ops[0], arguments.shape, arguments.fla_unchecked))
+        return
+
+    peers = load_peers([name for name in arguments.peers if name != "none"], arguments.fla_unchecked)
     about = machine(arguments.fla)
     print(", ".join(f"{name} {value}" for name, value in about.items()))
-    print(f"{'':44}{'library':23}{'median':>13}{'10th .. 90th pct.':>22}{'ratio':>7}{'error':>9}")
+    print(f"{'':52}{'library':23}{'median':>13}{'10th .. 90th pct.':>22}{'ratio':>7}{'error':>9}")
     records = []
-    for mode in arguments.modes:
+    for mode in ["train"] if arguments.sweep else arguments.modes:
         for op in arguments.ops:
-            for shape in (arguments.shape,) if arguments.shape else SHAPES[mode].get(op, DEFAULT_SHAPES[mode]):
-                shape = shape if mode == "forward" else shape | {"T": 1}
-                for record in compare(op, mode, shape, fla, arguments.rounds, arguments.seconds):
+            for shape in shapes_of(arguments, op, mode):
+                if mode == "first_step":
+                    found = first_steps(op, shape, peers, arguments)
+                else:
+                    found = compare(op, mode, shape, peers, arguments.rounds, arguments.seconds)
+                for record in found:
+                    if arguments.fla_unchecked and record["library"] == "fla":
+                        record["unchecked"] = True
                     records.append(record | about)
                     print(row(record), flush=True)
                 torch.cuda.empty_cache()

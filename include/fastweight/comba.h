@@ -62,7 +62,7 @@ struct CombaBackward {
 
   TensorView d_o;            // [B, T, H, V], q's type or fp32; absent: 0
   TensorView d_final_state;  // [N, H, K, V]; absent: 0
-  TensorView chunk_states;   // the forward's, in fp32: saves recomputing the states. Absent: they are recomputed
+  TensorView chunk_states;   // the forward's, fp32 or k's type: saves recomputing the states. Absent: recomputed
 
   TensorView dq, dk, dv, dp, dg, dbeta;
   TensorView d_initial_state;  // [N, H, K, V] fp32; with initial_state only

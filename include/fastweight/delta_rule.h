@@ -84,7 +84,8 @@ struct DeltaRuleBackward {
 
   TensorView d_o;            // [B, T, HV, V], q's type or fp32; absent: 0
   TensorView d_final_state;  // [N, HV, K, V]; absent: 0
-  TensorView chunk_states;   // the forward's, in fp32: saves recomputing the states. Absent: they are recomputed
+  TensorView chunk_states;   // the forward's: saves recomputing the states. fp32, or k's type, whose rounding shows in
+                             // the gradients. Absent: the states are recomputed
 
   TensorView dq, dk, dv, dg, dbeta, da_log, ddt_bias;
   TensorView d_initial_state;  // [N, HV, K, V] fp32; with initial_state only

@@ -9,6 +9,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "fastweight/error.h"
 
@@ -46,6 +47,22 @@ Tensor allocate(TensorView& view) {
   Tensor tensor(handle);
   check_shim(aoti_torch_get_data_ptr(handle, &view.data));
   return tensor;
+}
+
+TensorView shaped(const TensorView& like, std::initializer_list<int64_t> shape) {
+  TensorView view;
+  view.rank = static_cast<int32_t>(shape.size());
+  std::copy(shape.begin(), shape.end(), view.shape.begin());
+  view.device = like.device;
+  return view;
+}
+
+void set_dense_strides(TensorView& view) {
+  int64_t stride = 1;
+  for (size_t axis = static_cast<size_t>(view.rank); axis-- > 0;) {
+    view.strides[axis] = stride;
+    stride *= std::max<int64_t>(view.shape[axis], 1);
+  }
 }
 
 // PyTorch's library for CUDA is loaded where there are CUDA tensors. A build for the CPU has none to link to.
@@ -107,21 +124,25 @@ double number(const char* name, const std::optional<double>& value) {
 }
 
 Tensor dense(const TensorView& like, DType dtype, std::initializer_list<int64_t> shape, TensorView& destination) {
-  TensorView view;
-  view.rank = static_cast<int32_t>(shape.size());
-  std::copy(shape.begin(), shape.end(), view.shape.begin());
-  view.device = like.device;
-  return dense_like(view, dtype, destination);
+  return dense_like(shaped(like, shape), dtype, destination);
 }
 
 Tensor dense_like(const TensorView& like, DType dtype, TensorView& destination) {
   destination = like;
   destination.dtype = dtype;
-  int64_t stride = 1;
-  for (size_t axis = static_cast<size_t>(like.rank); axis-- > 0;) {
-    destination.strides[axis] = stride;
-    stride *= std::max<int64_t>(like.shape[axis], 1);
-  }
+  set_dense_strides(destination);
+  return allocate(destination);
+}
+
+Tensor dense_transposed(const TensorView& like, DType dtype, std::initializer_list<int64_t> shape,
+                        TensorView& destination) {
+  destination = shaped(like, shape);
+  destination.dtype = dtype;
+  const size_t last = shape.size() - 1;
+  std::swap(destination.shape[last - 1], destination.shape[last]);
+  set_dense_strides(destination);
+  std::swap(destination.shape[last - 1], destination.shape[last]);
+  std::swap(destination.strides[last - 1], destination.strides[last]);
   return allocate(destination);
 }
 

@@ -102,6 +102,10 @@ inline Tensor dense_like(const TensorView& like, TensorView& destination) {
   return dense_like(like, like.dtype, destination);
 }
 
+// Of this shape, and dense where the last two axes change places.
+Tensor dense_transposed(const TensorView& like, DType dtype, std::initializer_list<int64_t> shape,
+                        TensorView& destination);
+
 // Sets what lies at or past `first` of an axis to 0, in the order of PyTorch's current stream.
 void zero_from(const Tensor& tensor, int64_t axis, int64_t first);
 

@@ -10,7 +10,7 @@ namespace {
 
 // Switches are bits of one number: PyTorch takes 0.2 us for every argument that it converts, which adds up in a decoding
 // step. The lowest two bits are the gate, those from kChunkSizeShift on the chunk size. Between them stand the switches
-// among the options, in the order of their table, and two that Python alone has; delta_rule_switches() tells Python.
+// among the options, in the order of their table, and three that Python alone has; delta_rule_switches() tells Python.
 constexpr const char* kOptionSchema = "int options, float? scale, float? lower_bound";
 constexpr int64_t kGateMask = 3;
 constexpr int kFirstSwitch = 2;
@@ -23,7 +23,8 @@ constexpr int kNumSwitches = [] {
 }();
 constexpr int64_t kTokenByToken = int64_t{1} << (kFirstSwitch + kNumSwitches);
 constexpr int64_t kOutputFinalState = kTokenByToken << 1;
-static_assert(kOutputFinalState < int64_t{1} << kChunkSizeShift);
+constexpr int64_t kStatesForBackward = kOutputFinalState << 1;  // chunk states are no result, see make_chunk_states
+static_assert(kStatesForBackward < int64_t{1} << kChunkSizeShift);
 
 struct Options {
   explicit Options(Arguments& arguments)
@@ -59,16 +60,25 @@ std::pair<int64_t, int64_t> state_axes(const DeltaRuleInputs& in, const DeltaRul
 // `offsets` are cu_seqlens, or a copy of them in host memory, which tells how many chunks there are. Lengths on the
 // device give a bound, and chunks that may not be there are zero: however T tokens are cut, they have at least
 // ceil(T / C) chunks.
+//
+// States that only a backward will read lie as V x K in memory whatever the order of the caller's states, because the
+// kernels on CUDA move them in rows of key channels, and chunks that are not there stay undefined.
 Tensor make_chunk_states(const DeltaRuleInputs& in, const DeltaRuleOptions& options, const TensorView& offsets,
-                         DType dtype, TensorView& chunk_states) {
-  const int64_t tokens = extent(in.q, 1);
+                         DType dtype, bool for_backward, TensorView& chunk_states) {
+  const int64_t batch = extent(in.q, 0), tokens = extent(in.q, 1), heads = extent(in.v, 2);
   const int64_t count = delta_rule_num_chunks(tokens, offsets, options.chunk_size);
   const auto [rows, columns] = state_axes(in, options);
-  Tensor states = dense(in.q, dtype, {extent(in.q, 0), count, extent(in.v, 2), rows, columns}, chunk_states);
-  if (offsets.present() && offsets.device.type == DeviceType::kCuda) {
+  const auto make = for_backward && !options.state_v_first ? dense_transposed : dense;
+  Tensor states = make(in.q, dtype, {batch, count, heads, rows, columns}, chunk_states);
+  if (!for_backward && offsets.present() && offsets.device.type == DeviceType::kCuda) {
     zero_from(states, 1, delta_rule_num_chunks(tokens, {}, options.chunk_size));
   }
   return states;
+}
+
+// On the CPU both forms give the bits of a short sequence, and the library takes the faster one.
+void choose_form(const Options& options, ContextOf& context) {
+  if (options.bits & kTokenByToken && context->device.type == DeviceType::kCuda) context->implementation = "recurrent";
 }
 
 void forward(StableIValue* stack, uint64_t, uint64_t) {
@@ -92,11 +102,11 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
     if (chunk_states_dtype.has_value()) {
       const TensorView known = view("cu_seqlens_cpu", cu_seqlens_cpu);
       chunk_states = make_chunk_states(args.in, args.options, known.present() ? known : args.in.cu_seqlens,
-                                       dtype_of("chunk_states", *chunk_states_dtype), args.chunk_states);
+                                       dtype_of("chunk_states", *chunk_states_dtype),
+                                       (options.bits & kStatesForBackward) != 0, args.chunk_states);
     }
     ContextOf context(q);
-    // On the CPU both forms give the bits of a short sequence, and the library takes the faster one.
-    if (options.bits & kTokenByToken && q.device.type == DeviceType::kCuda) context->implementation = "recurrent";
+    choose_form(options, context);
     delta_rule_forward(context, args);
     give(stack, o, final_state, chunk_states);
   });
@@ -114,7 +124,9 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
     in.view_as(args.in);
     own.view_as(args);
     GradientResults<DeltaRuleBackward> gradients(args, args.in.q, asked_for);
-    delta_rule_backward(ContextOf(args.in.q), args);
+    ContextOf context(args.in.q);
+    choose_form(options, context);
+    delta_rule_backward(context, args);
     gradients.give(stack);
   });
 }
@@ -156,7 +168,7 @@ std::span<const Operator> delta_rule_operators() {
 std::vector<std::string> delta_rule_switches() {
   std::vector<std::string> names;
   for_each_switch<DeltaRuleOptions>([&](const auto& row) { names.push_back(row.name); });
-  names.insert(names.end(), {"token_by_token", "output_final_state"});
+  names.insert(names.end(), {"token_by_token", "output_final_state", "states_for_backward"});
   return names;
 }
 

@@ -5,9 +5,9 @@ the layers of flash-linear-attention call a handful of functions that they find 
 `accelerate` puts ours under these names, in modules that are loaded and, through an import hook, in those loaded later;
 models look the names up when they run, so those that exist already follow too. `restore` puts everything back.
 
-A replacement computes what the original would. It leaves calls to the original that ours have no kernel for: tensors on
-another device, heads wider than 256, an activation other than silu, fp64 on CUDA, and graphs that are being exported;
-also, with a warning, those that record gradients on a device that ours have no backward for.
+A replacement computes what the original would, gradients included. It leaves calls to the original that ours have no
+kernel for: tensors on another device, heads wider than 256, an activation other than silu, fp64 on CUDA, and graphs
+that are being exported.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ import functools
 import importlib.abc
 import sys
 import types
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from . import ops
-from ._autograd import needs_gradient
 from ._delta_rule import state_dtype
 from ._info import devices
 from ._short_conv import ACTIVATIONS
@@ -32,42 +30,26 @@ from .layers.norm import rms_norm
 _MAX_HEAD_DIM = 256
 _MAX_CONV_SIZE = 16
 _DEVICES = {
-    (family, mode): devices(family, mode)
-    for family in ("delta_rule", "short_conv")
-    for mode in ("forward", "backward", "step")
+    (family, mode): devices(family, mode) for family in ("delta_rule", "short_conv") for mode in ("forward", "step")
 }
 
 
-def _takes(family: str, mode: str, x: Tensor, *others) -> bool:
-    """Whether the family has what a call with these arguments needs."""
+def _takes(family: str, mode: str, x: Tensor) -> bool:
+    """Whether the family has kernels for x."""
     device = x.device.type
-    if (
-        device not in _DEVICES[family, mode]
-        or (device == "cuda" and x.dtype == torch.float64)
-        or torch.compiler.is_exporting()
-    ):
-        return False
-    if device in _DEVICES[family, "backward"] or not needs_gradient(y for y in (x, *others) if isinstance(y, Tensor)):
-        return True
-    if not torch.compiler.is_compiling():
-        warnings.warn(
-            f"fastweight has no backward of {family} on {device}: calls that record gradients stay with the functions "
-            "that accelerate() found. Others, such as those under torch.no_grad(), run on fastweight.",
-            stacklevel=3,
-        )
-    return False
-
-
-def _takes_delta_rule(q: Tensor, k: Tensor, v: Tensor, *others) -> bool:
-    return max(k.shape[-1], v.shape[-1]) <= _MAX_HEAD_DIM and _takes("delta_rule", "forward", k, q, v, *others)
-
-
-def _takes_short_conv(mode: str, x: Tensor, weight: Tensor, activation: str | None, *others) -> bool:
     return (
-        activation in ACTIVATIONS
-        and weight.shape[-1] <= _MAX_CONV_SIZE
-        and _takes("short_conv", mode, x, weight, *others)
+        device in _DEVICES[family, mode]
+        and not (device == "cuda" and x.dtype == torch.float64)
+        and not torch.compiler.is_exporting()
     )
+
+
+def _takes_delta_rule(k: Tensor, v: Tensor) -> bool:
+    return max(k.shape[-1], v.shape[-1]) <= _MAX_HEAD_DIM and _takes("delta_rule", "forward", k)
+
+
+def _takes_short_conv(mode: str, x: Tensor, weight: Tensor, activation: str | None) -> bool:
+    return activation in ACTIVATIONS and weight.shape[-1] <= _MAX_CONV_SIZE and _takes("short_conv", mode, x)
 
 
 # transformers -------------------------------------------------------------------------------------------------------
@@ -90,7 +72,7 @@ def _offsets(cu_seqlens: Tensor | None, kwargs: dict) -> Tensor | None:
 def _causal_conv1d_fn(original):
     @functools.wraps(original)
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
-        if not _takes_short_conv("forward", hidden_states, weight, activation, bias):
+        if not _takes_short_conv("forward", hidden_states, weight, activation):
             return original(hidden_states, weight, bias, activation=activation, **kwargs)
         x = hidden_states.transpose(1, 2)  # they have the channels first
         y, _ = ops.causal_conv1d(x, weight, bias, activation=activation, cu_seqlens=_offsets(None, kwargs))
@@ -123,7 +105,7 @@ def _rule(ours, *positional):
         def rule(query, key, value, g, beta, *arguments, **kwargs):
             options = dict(zip(positional, arguments, strict=False)) | kwargs
             state = options.get("initial_state")
-            if not _takes_delta_rule(query, key, value, g, beta, state):
+            if not _takes_delta_rule(key, value):
                 return original(query, key, value, g, beta, *arguments, **kwargs)
             return ours(
                 query,
@@ -167,8 +149,7 @@ def _fla_rule(ours):
     def make(original):
         @functools.wraps(original)
         def rule(q, k, v, *arguments, **options):
-            takes = _takes_delta_rule(q, k, v, *arguments, *options.values())
-            function = ours if takes else original
+            function = ours if _takes_delta_rule(k, v) else original
             return function(q, k, v, *arguments, **options)
 
         return rule
@@ -189,8 +170,7 @@ def _fla_causal_conv1d(original):
         **options,
     ):
         arguments = (x, weight, bias, residual, initial_state, output_final_state, activation)
-        takes = _takes_short_conv("forward", x, weight, activation, bias, residual, initial_state)
-        function = ops.causal_conv1d if takes else original
+        function = ops.causal_conv1d if _takes_short_conv("forward", x, weight, activation) else original
         return function(*arguments, **options)
 
     return causal_conv1d
@@ -199,9 +179,7 @@ def _fla_causal_conv1d(original):
 def _fla_causal_conv1d_update(original):
     @functools.wraps(original)
     def causal_conv1d_update(x, cache, residual=None, weight=None, bias=None, activation=None):
-        with torch.no_grad():
-            takes = _takes_short_conv("step", x, weight, activation)
-        if not takes:
+        if not _takes_short_conv("step", x, weight, activation):
             return original(x, cache, residual, weight, bias, activation)
         # One token for each sequence, packed or not.
         with torch.no_grad():
@@ -313,8 +291,9 @@ def accelerate() -> list[str]:
     """Lets models of transformers (Qwen3-Next, Qwen3.5, Kimi-Linear, OLMo-hybrid and relatives) and the layers of
     flash-linear-attention run on fastweight's operators: models that exist, and models that are built later.
 
-    Results agree with those of the PyTorch code that they replace to within rounding. Packed sequences
-    (`cu_seq_lens_q` or `seq_idx` among the arguments of the model) are kept apart. Calling it again does no harm.
+    Results and gradients agree with those of the PyTorch code that they replace to within rounding, on the CPU and on
+    CUDA. Packed sequences (`cu_seq_lens_q` or `seq_idx` among the arguments of the model) are kept apart. Calling it
+    again does no harm.
 
     Calls that fastweight has no kernel for keep the original function, such as heads wider than 256: in the layers of
     flash-linear-attention that is GatedDeltaNet with its defaults, whose value heads are 512 wide.

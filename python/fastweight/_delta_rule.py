@@ -26,6 +26,7 @@ GATE_IN_KERNEL = _SWITCHES["gate_in_kernel"]
 SAFE_GATE = _SWITCHES["safe_gate"]
 TOKEN_BY_TOKEN = _SWITCHES["token_by_token"]  # on CUDA, where the forms round differently
 OUTPUT_FINAL_STATE = _SWITCHES["output_final_state"]
+STATES_FOR_BACKWARD = _SWITCHES["states_for_backward"]  # chunk states lie as [.., V, K] in memory and are no result
 CHUNK_SIZE_SHIFT = 16
 
 _ARGUMENTS = argument_names("delta_rule_forward")
@@ -64,18 +65,54 @@ def state_dtype(q: Tensor) -> torch.dtype:
 
 
 def _saved(inputs, options, outputs):
-    """Chunk states in another type are a result; in this one they spare the backward the work of finding them again."""
-    return (outputs[2] if options[_NUM_OPTIONS] == state_dtype(inputs[0]) else None, *inputs)
+    """Chunk states that are no result spare the backward the work of finding them again."""
+    return (outputs[2] if options[0] & STATES_FOR_BACKWARD else None, *inputs)
 
 
-# (inputs, options) -> (o, final_state, chunk_states), None for what was not asked for.
-forward = differentiable(
+_forward = differentiable(
     "delta_rule",
     num_inputs=_NUM_INPUTS,
     num_backward_options=_NUM_OPTIONS,
     num_output_gradients=2,
     saved=_saved,
 )
+
+
+def _dtype_of_kept_states(q: Tensor, options: int, disable_recompute: bool) -> torch.dtype | None:
+    """What a forward whose gradient will be asked for keeps of the states before every chunk; None: nothing, and the
+    backward walks through the tokens once more.
+
+    On CUDA chunks of a 16-bit problem keep them in its type, which is what the products of the backward take: with 64
+    tokens to a chunk and K = V = 128, half of the memory of q, k, v and o. Everything else keeps them where it is told
+    to, in fp32.
+    """
+    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and not options & TOKEN_BY_TOKEN:
+        return q.dtype
+    return state_dtype(q) if disable_recompute else None
+
+
+def forward(
+    inputs: tuple,
+    options: int,
+    scale: float | None,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(o, final_state), None where it was not asked for."""
+    dtype = None
+    if needs_gradient(inputs):
+        dtype = _dtype_of_kept_states(inputs[0], options, disable_recompute)
+        if dtype is not None:
+            options |= STATES_FOR_BACKWARD
+    o, final_state, _ = _forward(inputs, (options, scale, lower_bound, dtype, None))
+    return o, final_state
+
+
+def forward_with_states(
+    inputs: tuple, options: int, scale: float | None, lower_bound: float | None, cu_seqlens_cpu: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(o, final_state, chunk_states), the states before every chunk in the type of k. No gradients."""
+    return _forward(inputs, (options, scale, lower_bound, inputs[1].dtype, cu_seqlens_cpu))
 
 
 _step_operator = operators.delta_rule_step.default
@@ -101,9 +138,15 @@ def _fake_forward(*arguments):
     if x.chunk_states_dtype is not None:
         if x.cu_seqlens is None:
             NT = (T + chunk_size - 1) // chunk_size
+        elif x.cu_seqlens.device.type == "cuda" and x.cu_seqlens_cpu is None:  # the most that there can be
+            NT = torch.sym_min(T, T // chunk_size + x.cu_seqlens.shape[0] - 1)
         else:
             NT = torch.library.get_ctx().new_dynamic_size()
-        chunk_states = x.q.new_empty((B, NT, *state), dtype=x.chunk_states_dtype)
+        if x.options & STATES_FOR_BACKWARD:
+            chunk_states = x.q.new_empty((B, NT, HV, V, K), dtype=x.chunk_states_dtype)
+            chunk_states = chunk_states if x.options & STATE_V_FIRST else chunk_states.transpose(-1, -2)
+        else:
+            chunk_states = x.q.new_empty((B, NT, *state), dtype=x.chunk_states_dtype)
     return x.q.new_empty((B, T, HV, V)), final_state, chunk_states
 
 

@@ -196,13 +196,14 @@ void check_state_dtype(const char* name, const TensorView& view, const DeltaRule
 }
 
 // Where the lengths are in device memory, the caller may know that there are fewer chunks than the bound.
-void check_chunk_states_shape(const TensorView& view, const DeltaRuleInputs& in, const DeltaRuleOptions& options,
-                              DeltaRuleSizes& sizes) {
+void check_chunk_states(const TensorView& view, const DeltaRuleInputs& in, const DeltaRuleOptions& options,
+                        DeltaRuleSizes& sizes) {
   const Shape state = state_shape(sizes.num_sequences, options, sizes);
   const bool bound_only = in.cu_seqlens.present() && in.cu_seqlens.device.type != DeviceType::kCpu;
   if (bound_only && view.rank == 5) sizes.num_chunks = std::min(sizes.num_chunks, view.shape[1]);
   check::shape("chunk_states", view,
                {sizes.batch, sizes.num_chunks, state.extents[1], state.extents[2], state.extents[3]});
+  check::dtype("chunk_states", view, {DType::kF32, in.k.dtype});
 }
 
 void check_output(const DeltaRuleInputs& in, const TensorView& o, const DeltaRuleSizes& sizes) {
@@ -247,8 +248,7 @@ void check_rest(const DeltaRuleForward& args, DeltaRuleSizes& sizes) {
     check_state_dtype("final_state", args.final_state, args.in);
   }
   if (args.chunk_states.present()) {
-    check_chunk_states_shape(args.chunk_states, args.in, args.options, sizes);
-    check::dtype("chunk_states", args.chunk_states, {DType::kF32, args.in.k.dtype});
+    check_chunk_states(args.chunk_states, args.in, args.options, sizes);
   }
 }
 
@@ -264,8 +264,7 @@ void check_rest(const DeltaRuleBackward& args, DeltaRuleSizes& sizes) {
     check::floating("d_final_state", args.d_final_state);
   }
   if (args.chunk_states.present()) {
-    check_chunk_states_shape(args.chunk_states, args.in, args.options, sizes);
-    check_state_dtype("chunk_states", args.chunk_states, in);
+    check_chunk_states(args.chunk_states, args.in, args.options, sizes);
   }
   check_gradients(args);
   if (args.da_log.present()) check::parameter("da_log", args.da_log, sizes.num_value_heads);

@@ -197,6 +197,8 @@ TEST(DeltaRuleErrors, Outputs) {
            kWithInitialState},
           {"chunk states of bf16", "chunk_states", as_output("chunk_states", kBF16, {B, 1, HV, K, V}),
            kWithInitialState},
+          {"chunk states of fp64", "chunk_states", as_output("chunk_states", kF64, {B, 1, HV, K, V}),
+           kWithInitialState},
           {"d_o of bf16", "d_o", as_input("d_o", kBF16, {B, T, HV, V}), kOnlyBackward},
           {"d_o of the query heads", "d_o", as_input("d_o", kF32, {B, T, H, V}), kOnlyBackward},
           {"d_final_state of another count", "d_final_state", as_input("d_final_state", kF32, {N + 1, HV, K, V}),

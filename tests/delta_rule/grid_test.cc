@@ -24,6 +24,19 @@ class Calls : public ::testing::TestWithParam<Gate> {
   static DeltaRuleSpec spec(int64_t T, int64_t K, int64_t V) { return spec_of(GetParam(), T, K, V); }
 };
 
+void expect_close_from_saved_states(const DeltaRuleCase& problem) {
+  const Tensor states = support::forward(problem, reference_context(), true).chunk_states;
+  const DeltaRuleResults expected = support::backward(support::in_double(problem), reference_context());
+  for (DType dtype : {DType::kF32, problem.spec.dtype}) {
+    const Tensor saved = states.to(dtype);
+    for (const std::string& name : implementations(Mode::kBackward)) {
+      const auto results =
+          unless_declined(Mode::kBackward, name, [&] { return support::backward(problem, context_for(name), saved); });
+      if (results) expect_close(problem, *results, expected);
+    }
+  }
+}
+
 // q, k and v as slices of one buffer [B, T, 2 H K + HV V].
 TEST_P(Calls, PackedInputs) {
   const DeltaRuleSpec one = with_batch(with_heads(spec(69, 20, 36), 2, 2), 2);
@@ -62,21 +75,17 @@ TEST_P(Calls, EachOutputAlone) {
   expect_same_alone_among_outputs(Mode::kBackward, draw(one, 58));
 }
 
-// The backward from the fp32 chunk states of the reference's forward.
+// The backward from the chunk states of the reference's forward, in fp32 and in the type of k.
 TEST_P(Calls, SavedStates) {
-  for (const std::vector<int64_t>& lengths : std::vector<std::vector<int64_t>>{{}, {5, 0, 130, 1, 64}}) {
-    for (int32_t chunk_size : {16, 64}) {
-      DeltaRuleSpec one = with_heads(spec(150, 20, 36), 2, 2);
-      if (!lengths.empty()) one = with_lengths(one, lengths);
-      one.options.chunk_size = chunk_size;
-      one.options.state_v_first = chunk_size == 16;
-      const DeltaRuleCase problem = draw(one, 56);
-      const Tensor saved = support::forward(problem, reference_context(), true).chunk_states;
-      const DeltaRuleResults expected = support::backward(support::in_double(problem), reference_context());
-      for (const std::string& name : implementations(Mode::kBackward)) {
-        const auto results = unless_declined(Mode::kBackward, name,
-                                             [&] { return support::backward(problem, context_for(name), saved); });
-        if (results) expect_close(problem, *results, expected);
+  for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (const std::vector<int64_t>& lengths : std::vector<std::vector<int64_t>>{{}, {5, 0, 130, 1, 64}}) {
+      for (int32_t chunk_size : {16, 64}) {
+        DeltaRuleSpec one = with_heads(spec(150, 20, 36), 2, 2);
+        if (!lengths.empty()) one = with_lengths(one, lengths);
+        one.dtype = dtype;
+        one.options.chunk_size = chunk_size;
+        one.options.state_v_first = chunk_size == 16;
+        expect_close_from_saved_states(draw(one, 56));
       }
     }
   }

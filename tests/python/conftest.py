@@ -21,3 +21,18 @@ def _surroundings():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def memory():
+    """memory(gigabytes) skips where a CUDA device has less to give; what a test took is given back after it."""
+    import torch
+
+    def expect(gigabytes):
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        if free < gigabytes << 30:
+            pytest.skip(f"{free >> 30} GiB free, expected {gigabytes}")
+
+    yield expect
+    torch.cuda.empty_cache()

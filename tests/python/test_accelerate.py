@@ -5,7 +5,6 @@ import subprocess
 import sys
 import textwrap
 import types
-import warnings
 
 import pytest
 import torch
@@ -74,12 +73,19 @@ def _restored():
     fastweight.restore()
 
 
-def build(name):
+# Where experts are chosen, a rounding error may choose another one.
+WITHOUT_EXPERTS = {
+    "qwen3_next": {"num_experts": 0, "mlp_only_layers": [0, 1, 2, 3]},
+    "kimi_linear": {"mlp_layer_types": ["dense"] * 4},
+}
+
+
+def build(name, **changes):
     prefix, options = MODELS[name]
     module = importlib.import_module(f"transformers.models.{name}")
     config_class = getattr(module, f"{prefix}TextConfig", None) or getattr(module, f"{prefix}Config")
     torch.manual_seed(0)
-    config = config_class(**options)
+    config = config_class(**{**options, **changes})
     config._attn_implementation = "sdpa"
     model = getattr(module, f"{prefix}ForCausalLM")(config).eval()
     # As initialised, small random models give almost the same token everywhere.
@@ -236,26 +242,6 @@ def test_what_ours_do_not_take_goes_to_the_original():
     seq_idx = torch.zeros(2, 5, dtype=torch.int32)
     with pytest.raises(ValueError, match="seq_idx: expected a batch of 1, got 2"):
         module.causal_conv1d_fn(torch.randn(2, 8, 5), torch.randn(8, 4), seq_idx=seq_idx)
-
-
-def test_where_there_is_no_backward(monkeypatch):
-    """Calls that record gradients stay with the original, and say so; the others are ours."""
-    from fastweight import _accelerate
-
-    for family in ("delta_rule", "short_conv"):
-        monkeypatch.setitem(_accelerate._DEVICES, (family, "backward"), frozenset())
-    counts = calls(monkeypatch)
-    model = build("qwen3_next")
-    ids = tokens(1, 20)
-    fastweight.accelerate()
-    with pytest.warns(UserWarning, match="no backward of (delta_rule|short_conv) on cpu"):
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    assert counts.delta_rule == counts.short_conv == 0
-    assert all(p.grad is not None for n, p in model.named_parameters() if "linear_attn" in n)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(input_ids=ids, use_cache=False)
-    assert counts.delta_rule == counts.short_conv == 3
 
 
 def test_where_there_is_no_forward(monkeypatch):

@@ -1,4 +1,5 @@
-"""CUDA tensors: every family against double precision on the CPU; streams, graphs, layers, models, refusals."""
+"""CUDA tensors: every family against double precision on the CPU; streams, graphs, layers, models, refusals. Gradients
+and training: test_cuda_training.py."""
 
 import warnings
 
@@ -30,10 +31,6 @@ def needs(family, mode):
     return pytest.mark.skipif(
         "cuda" not in _info.devices(family, mode), reason=f"no {mode} of {family} on CUDA in this build"
     )
-
-
-def without(family, mode):
-    return pytest.mark.skipif("cuda" in _info.devices(family, mode), reason=f"there is a {mode} of {family} on CUDA")
 
 
 def on_device(x, dtype, keep=("initial_state", "g", "beta", "A_log", "dt_bias")):
@@ -337,20 +334,6 @@ def test_two_runs_agree():
 # More than 2^31 elements in a tensor ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def memory():
-    """Skips where there is less to be had than a test takes, and gives it back after it."""
-
-    def expect(gigabytes):
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-        if free < gigabytes << 30:
-            pytest.skip(f"{free >> 30} GiB free, expected {gigabytes}")
-
-    yield expect
-    torch.cuda.empty_cache()
-
-
 def rows(op, shape, dtype):
     """Inputs of the delta-rule family of a shape [B, T, H, D]; q and k are to be normalised."""
     x = {name: torch.randn(*shape, device="cuda", dtype=dtype) for name in "qkv"}
@@ -569,38 +552,7 @@ def test_models_read_and_generate(model, monkeypatch):
     assert counts.delta_rule >= 8
 
 
-@without("delta_rule", "backward")
-@pytest.mark.parametrize("model", MODELS, indirect=True)
-def test_models_train_on_what_they_had(model, monkeypatch):
-    from test_accelerate import calls, tokens
-
-    counts = calls(monkeypatch)
-    ids = tokens(2, 70).cuda()
-
-    def gradients():
-        model.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-    expected = gradients()
-    fastweight.accelerate()
-    with pytest.warns(UserWarning, match="no backward of delta_rule on cuda"):
-        found = gradients()
-    assert counts.delta_rule == 0
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 2e-3 * (gradient.norm() + 1e-6), name
-
-
 # Refusals ------------------------------------------------------------------------------------------------------------
-
-
-@without("delta_rule", "backward")
-def test_no_backward():
-    x, _ = on_device(draw("gated_delta_rule", T=20, K=16, V=16), torch.bfloat16)
-    x["q"].requires_grad_()
-    o, _ = chunk_gated_delta_rule(**x)
-    with pytest.raises(NotImplementedError, match="delta_rule_backward"):
-        o.sum().backward()
 
 
 @pytest.mark.parametrize(

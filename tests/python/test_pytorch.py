@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from fastweight import _delta_rule, ops
-from helpers import draw, leaves
+from helpers import assert_close, draw, leaves
 from test_delta_rule import CHUNK, OPS, RECURRENT
 from test_ttt_linear import KEEP
 from test_ttt_linear import draw as draw_ttt
@@ -76,6 +76,9 @@ def opcheck_cases():
         yield "delta_rule_differentiable", (*delta_rule_arguments(True), *options)
     options = (DELTA_RULE_BITS | _delta_rule.OUTPUT_FINAL_STATE, None, None, None, None)
     yield "delta_rule_differentiable", (*delta_rule_arguments(True, cu), *options)
+    for order in (0, _delta_rule.STATE_V_FIRST):
+        options = (DELTA_RULE_BITS | _delta_rule.STATES_FOR_BACKWARD | order, None, None, torch.float32, None)
+        yield "delta_rule_differentiable", (*delta_rule_arguments(True), *options)
     d_o = torch.randn(1, 20, 2, 16)
     for mask in (0b11111111, 0b00000101):
         yield "delta_rule_backward", (d_o, None, None, *delta_rule_arguments(False), *DELTA_RULE_OPTIONS, mask)
@@ -187,6 +190,68 @@ def test_compile_variable_lengths_with_kept_states():
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     a, b = (torch.autograd.grad(f(x), list(x.values())) for f in (loss, compiled))
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# What a forward keeps for the backward -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", OPS)
+def test_states_in_sixteen_bits_are_kept(op, dtype, v_first, monkeypatch):
+    """As a CUDA device has them: in the type of q, [.., V, K] in memory. The backward takes them on the CPU too."""
+    x = draw(op, B=2, T=100, K=16, V=12)
+    options = {}
+    if v_first and op != "delta_rule":
+        x["initial_state"] = x["initial_state"].transpose(-1, -2).contiguous()
+        options["state_v_first"] = True
+    exact, rounded = leaves(x), leaves(x, dtype)
+
+    def run(x):
+        saved = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda y: saved.append(y) or y, lambda y: y)
+        with hooks:
+            o, state = CHUNK[op](**x, output_final_state=True, **options)
+        return saved, torch.autograd.grad(o.double().sum() + state.sum(), list(x.values()))
+
+    _, expected = run(exact)
+    plain, recomputed = run(rounded)
+    assert len(plain) == len(x)
+    monkeypatch.setattr(_delta_rule, "_dtype_of_kept_states", lambda q, options, disable_recompute: q.dtype)
+    saved, found = run(rounded)
+    (states,) = (y for y in saved if y.dim() == 5)
+    assert states.dtype == dtype
+    states = states if options else states.transpose(-1, -2)
+    assert states.shape == (2, 2, 2, 12, 16)
+    assert states.is_contiguous()
+    for name, a, b, c in zip(x, found, expected, recomputed, strict=True):
+        assert_close(name, a, b, 2e-2)
+        assert_close(name, a, c, 2e-2)
+    assert not all(torch.equal(a, b) for a, b in zip(found, recomputed, strict=True))
+
+
+def test_what_is_kept_on_cuda():
+    """The choice by device, type and form, and the shapes without values, for which no device is needed."""
+    keep = _delta_rule._dtype_of_kept_states
+    with FakeTensorMode():
+        q, v, beta = (torch.empty(1, 300, *n, device="cuda") for n in ((2, 64), (4, 32), (4,)))
+        for dtype in (torch.bfloat16, torch.float16):
+            assert keep(q.to(dtype), 0, False) == keep(q.to(dtype), 0, True) == dtype
+            assert keep(q.to(dtype), _delta_rule.TOKEN_BY_TOKEN, False) is None
+            assert keep(q.to(dtype).cpu(), 0, False) is None
+        assert keep(q, 0, False) is None
+        assert keep(q, 0, True) == keep(q.bfloat16().cpu(), 0, True) == torch.float32
+        q, v = q.bfloat16(), v.bfloat16()
+        cu_seqlens = torch.empty(4, device="cuda", dtype=torch.int32)
+        for v_first in (False, True):
+            bits = _delta_rule.bits(_delta_rule.PER_HEAD, 64, v_first, True, False)
+            options = (bits | _delta_rule.STATES_FOR_BACKWARD, None, None, torch.bfloat16, None)
+            inputs = (q, q, v, beta, beta, None, None, None, cu_seqlens)
+            states = torch.ops.fastweight.delta_rule_forward(*inputs, *options)[2]
+            states = states if v_first else states.transpose(-1, -2)
+            assert states.shape == (1, 300 // 64 + 3, 4, 32, 64)
+            assert states.is_contiguous()
+            assert states.device.type == "cuda"
 
 
 @pytest.mark.parametrize(("function", "tensors"), DIFFERENTIABLE)

@@ -90,8 +90,7 @@ def _forward(q, k, v, beta, scale, initial_state, cu_seqlens, bits):
     if v.shape[2] != q.shape[2]:
         raise ValueError(f"v: expected the {q.shape[2]} heads of q, got {v.shape[2]}")
     inputs = (q, k, v, None, beta, None, None, initial_state, cu_seqlens)
-    o, final_state, _ = _delta_rule.forward(inputs, (bits, scale, None, None, None))
-    return o, final_state
+    return _delta_rule.forward(inputs, bits, scale)
 
 
 def delta_rule_step(

@@ -93,8 +93,7 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    o, final_state, _ = _delta_rule.forward(inputs, (bits, scale, None, None, None))
-    return o, final_state
+    return _delta_rule.forward(inputs, bits, scale)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -155,8 +154,7 @@ def fused_recurrent_gated_delta_rule(
         use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    o, final_state, _ = _delta_rule.forward(inputs, (bits, scale, None, None, None))
-    return o, final_state
+    return _delta_rule.forward(inputs, bits, scale)
 
 
 chunk_gdn = chunk_gated_delta_rule

@@ -65,7 +65,8 @@ def chunk_kda(
         safe_gate: a promise that `g >= -5`. With `use_gate_in_kernel` a lower bound in [-5, 0) has to keep it. No
             kernel needs it: results are the same with and without.
         lower_bound: below 0, with `use_gate_in_kernel`; A_log may then be None, and the factor exp(A_log) is 1.
-        disable_recompute: keep the fp32 states at the start of every chunk for the backward: more memory, less work.
+        disable_recompute: keep the fp32 states at the start of every chunk for the backward: more memory, less work. On
+            CUDA the backward of a 16-bit problem has these states in any case, in the type of q.
         return_intermediate_states: also return these states, in the type of k; only without gradient recording.
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
@@ -117,25 +118,16 @@ def chunk_kda(
         )
         _checks.require(not disable_recompute, "disable_recompute: expected False with return_intermediate_states")
     q, k, v = _checks.one_dtype(q, k, v, ValueError)
-    chunk_states_dtype = None
-    if return_intermediate_states:
-        chunk_states_dtype = k.dtype
-    elif disable_recompute and torch.is_grad_enabled():
-        chunk_states_dtype = _delta_rule.state_dtype(q)
-    host_offsets = None
-    if chunk_states_dtype is not None:
-        host_offsets = _checks.host_offsets(cu_seqlens, cu_seqlens_cpu)
     gate = _delta_rule.PER_CHANNEL | (_delta_rule.SAFE_GATE if safe_gate else 0)
     bits = _delta_rule.bits(
         gate, chunk_size, state_v_first, use_qk_l2norm_in_kernel, output_final_state, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    options = (bits, scale, lower_bound, chunk_states_dtype, host_offsets)
-    o, final_state, chunk_states = _delta_rule.forward(inputs, options)
     if return_intermediate_states:
-        return o, final_state, chunk_states
-    return o, final_state
+        host_offsets = _checks.host_offsets(cu_seqlens, cu_seqlens_cpu)
+        return _delta_rule.forward_with_states(inputs, bits, scale, lower_bound, host_offsets)
+    return _delta_rule.forward(inputs, bits, scale, lower_bound, disable_recompute)
 
 
 def fused_recurrent_kda(
@@ -175,5 +167,4 @@ def fused_recurrent_kda(
         output_final_state, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    o, final_state, _ = _delta_rule.forward(inputs, (bits, scale, lower_bound, None, None))
-    return o, final_state
+    return _delta_rule.forward(inputs, bits, scale, lower_bound)
