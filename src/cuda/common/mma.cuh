@@ -34,42 +34,43 @@ __device__ __forceinline__ void pack_a(const float (&left)[4], const float (&rig
 }
 
 // How fragments move between registers and a tile of 16-bit elements in shared memory. A tile is cut into segments of
-// eight elements, and Tile::address(row, s) is where segment s of a row lies.
+// eight elements, and Tile::address(row, 2 m, h) is where segment 2 m + h of a row lies: the lane's part, row and h, and
+// the constant part are apart, so that one register and an instruction make all addresses of a lane.
 template <class Tile>
 struct TileFragments {
   // A fragment of rows [row, row + 16) and columns [16 m, 16 m + 16).
   __device__ __forceinline__ void load_a(int row, int m, int lane, uint32_t (&a)[4]) const {
-    ldmatrix(at(row + lane % 16, 2 * m + lane / 16), a);
+    ldmatrix(at(row + lane % 16, m, lane / 16), a);
   }
   __device__ __forceinline__ void store_a(int row, int m, int lane, const uint32_t (&a)[4]) const {
-    stmatrix(at(row + lane % 16, 2 * m + lane / 16), a);
+    stmatrix(at(row + lane % 16, m, lane / 16), a);
   }
   // B fragments of the transposed tile: inner index along the columns [16 m, 16 m + 16), n along the rows [row, row +
   // 16). Registers 0, 1: the first eight rows; 2, 3: the others.
   __device__ __forceinline__ void load_b(int row, int m, int lane, uint32_t (&b)[4]) const {
-    ldmatrix(at(row + lane / 16 * 8 + lane % 8, 2 * m + lane / 8 % 2), b);
+    ldmatrix(at(row + lane / 16 * 8 + lane % 8, m, lane / 8 % 2), b);
   }
   // B fragments of the tile itself: inner index along the rows [row, row + 16), n along columns [16 m, 16 m + 16).
   __device__ __forceinline__ void load_b_transposed(int row, int m, int lane, uint32_t (&b)[4]) const {
-    ldmatrix_transposed(at(row + lane % 16, 2 * m + lane / 16), b);
+    ldmatrix_transposed(at(row + lane % 16, m, lane / 16), b);
   }
   // C layout of the transposed tile, as pairs along the rows [row, row + 16): registers 0 and 1 hold columns g and g +
   // 8 of [16 m, 16 m + 16) for the first eight rows, 2 and 3 for the others. Also the A fragment of the transposed tile.
   __device__ __forceinline__ void load_c_transposed(int row, int m, int lane, uint32_t (&c)[4]) const {
-    ldmatrix_transposed(at(row + lane / 16 * 8 + lane % 8, 2 * m + lane / 8 % 2), c);
+    ldmatrix_transposed(at(row + lane / 16 * 8 + lane % 8, m, lane / 8 % 2), c);
   }
   __device__ __forceinline__ void store_c_transposed(int row, int m, int lane, const uint32_t (&c)[4]) const {
-    stmatrix_transposed(at(row + lane / 16 * 8 + lane % 8, 2 * m + lane / 8 % 2), c);
+    stmatrix_transposed(at(row + lane / 16 * 8 + lane % 8, m, lane / 8 % 2), c);
   }
 
  private:
-  __device__ __forceinline__ uint32_t at(int row, int s) const {
-    return static_cast<const Tile&>(*this).address(row, s);
+  __device__ __forceinline__ uint32_t at(int row, int m, int h) const {
+    return static_cast<const Tile&>(*this).address(row, 2 * m, h);
   }
 };
 
-// Rows of kColumns (a multiple of 64). Segment s of row r lies at s ^ (r % 8): the eight rows of a matrix are in
-// different banks.
+// Rows of kColumns (a multiple of 64), aligned to 128 bytes. Segment s of row r lies at s ^ (r % 8): the eight rows of a
+// matrix are in different banks.
 template <int kColumns>
 struct SharedTile : TileFragments<SharedTile<kColumns>> {
   static_assert(kColumns % 64 == 0);
@@ -89,6 +90,10 @@ struct SharedTile : TileFragments<SharedTile<kColumns>> {
   __device__ __forceinline__ uint32_t address(int row, int s) const {
     return shared_address(data) + 2 * static_cast<uint32_t>(offset(row, s));
   }
+  __device__ __forceinline__ uint32_t address(int row, int even, int h) const {
+    const uint32_t own = shared_address(data) + static_cast<uint32_t>(2 * kColumns * row + ((h ^ row) & 7) * 16);
+    return (own ^ static_cast<uint32_t>((even & 7) * 16)) + static_cast<uint32_t>(even / 8 * 128);
+  }
 };
 
 // A lower triangular matrix [64 x 64]: the ten blocks of 16 x 16 on and below the diagonal, densely one after the other.
@@ -107,6 +112,7 @@ struct LowerBlocks : TileFragments<LowerBlocks> {
   __device__ __forceinline__ uint32_t address(int row, int s) const {
     return shared_address(data) + 2 * static_cast<uint32_t>(offset(row, s));
   }
+  __device__ __forceinline__ uint32_t address(int row, int even, int h) const { return address(row, even + h); }
 };
 
 }  // namespace fastweight::cuda

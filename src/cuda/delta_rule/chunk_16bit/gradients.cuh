@@ -41,6 +41,16 @@ struct Shape {
 
 enum PairKind { kPairsOfP, kPairsOfA, kNoPairs };
 
+// One range of value columns of one value head of a chunk.
+struct Item {
+  ChunkSpan span;
+  int64_t at;  // chunk HV + head
+  int head, key_head;
+  int column;          // the first
+  bool first, last;    // of the key head
+  bool opens, closes;  // the value head
+};
+
 template <int kK>
 struct Shared {
   using S = Shape<kK>;
@@ -58,8 +68,9 @@ struct Shared {
 
   float gamma[kChunkRows];  // in log2
   float rstd_q[kChunkRows], rstd_k[kChunkRows], beta[kChunkRows];
+  float on_read[kChunkRows];  // e rstd_k, of k S
   union {
-    float yv[S::kColumns / 16][kChunkRows];    // Y . v of the warps' columns
+    float yv[2][kChunkRows];                   // Y . v, in two halves of the columns
     float columns[2][kBlocks][kChunkRows];     // sums over the rows of a block, of M^P and beta M^A
   };
   float row_of_P[kChunkRows];             // sums over the columns of M^P; then q . dq
@@ -69,6 +80,7 @@ struct Shared {
   float within[2][kChunkRows];            // sum_{i >= m > j} within the diagonal block of M^P and beta M^A
   float a_q[2][kChunkRows], a_k[2][kChunkRows], b[2][kChunkRows];  // by group of channels
   float state_dot[S::kWarps];
+  Item item;  // here it takes no registers
 
   __device__ SharedTile<kK> keys() { return {k}; }
   __device__ SharedTile<kK> queries() { return {q}; }
@@ -78,22 +90,12 @@ struct Shared {
   __device__ SharedTile<kChunkRows> R_rows() { return {R}; }
 };
 
-// One range of value columns of one value head of a chunk.
-struct Item {
-  ChunkSpan span;
-  int64_t at;  // chunk HV + head
-  int head, key_head;
-  int column;          // the first
-  bool first, last;    // of the key head
-  bool opens, closes;  // the value head
-};
-
 // Rows of 16-bit elements, of `width` each, to a tile; zeros beyond. The caller commits the copies.
 template <int kRows, int kThreads, int kColumns>
 __device__ __forceinline__ void copy_rows(const SharedTile<kColumns>& tile, const uint16_t* source, int64_t row_stride,
-                                          int rows, int width) {
+                                          int rows, int width, int thread) {
   constexpr int kSegments = SharedTile<kColumns>::kSegments, kStep = kThreads / kSegments;
-  const int segment = threadIdx.x % kSegments, top = threadIdx.x / kSegments;
+  const int segment = thread % kSegments, top = thread / kSegments;
   const uint16_t* from = source + top * row_stride + 8 * segment;
   const int count = 8 * segment < width ? rows : 0;
 #pragma unroll 4
@@ -104,9 +106,9 @@ __device__ __forceinline__ void copy_rows(const SharedTile<kColumns>& tile, cons
 }
 
 template <int kThreads>
-__device__ __forceinline__ void copy_lower_blocks(const LowerBlocks& tile, const uint16_t* source) {
+__device__ __forceinline__ void copy_lower_blocks(const LowerBlocks& tile, const uint16_t* source, int thread) {
 #pragma unroll
-  for (int at = threadIdx.x; at < kChunkRows * 8; at += kThreads) {
+  for (int at = thread; at < kChunkRows * 8; at += kThreads) {
     const int row = at / 8, segment = at % 8;
     if (!above_diagonal(row, segment)) copy_async(tile.address(row, segment), source + at * 8, true);
   }
@@ -122,33 +124,45 @@ __device__ __forceinline__ const uint16_t* state_before(const GradientArgs& args
 
 template <int kThreads, int kColumns>
 __device__ __forceinline__ void load_value_rows(const SharedTile<kColumns>& tile, const DeviceTensor& x, bool vectors,
-                                                const Item& item, int V) {
+                                                const Item& item, int V, int thread) {
   const auto* start = static_cast<const uint16_t*>(x.data) + row_offset(x, item.span.batch, item.span.begin, item.head);
   load_rows<kChunkRows, kThreads>(tile, x, start, x.present() ? static_cast<int>(item.span.length) : 0, item.column, V,
-                                  vectors, static_cast<int>(threadIdx.x));
+                                  vectors, thread);
+}
+
+// Rows of q or k.
+template <int kThreads, int kK>
+__device__ __forceinline__ void load_key_rows(const ChunkArgs& args, const DeviceTensor& x, const Item& item,
+                                              const SharedTile<kK>& tile, int thread) {
+  const auto* start =
+      static_cast<const uint16_t*>(x.data) + row_offset(x, item.span.batch, item.span.begin, item.key_head);
+  load_rows<kChunkRows, kThreads>(tile, x, start, static_cast<int>(item.span.length), 0, args.problem.head_dim_k,
+                                  args.vector_keys, thread);
 }
 
 // What step 1 needs.
 template <int kK>
-__device__ __forceinline__ void load_first(const GradientArgs& args, const Item& item, Shared<kK>& s) {
+__device__ __forceinline__ void load_first(const GradientArgs& args, const Item& item, Shared<kK>& s, int thread) {
   using X = Shape<kK>;
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
   const ChunkFactors& factors = args.chunk.factors;
-  if (item.first) load_keys<X::kThreads, kK>(args.chunk, p.k, item.span, item.key_head, s.keys());
+  if (item.first) load_key_rows<X::kThreads, kK>(args.chunk, p.k, item, s.keys(), thread);
   copy_rows<X::kColumns, X::kThreads>(s.state_rows(), state_before(args, item), args.S.v_stride,
-                                      p.head_dim_v - item.column, args.S_width);
-  load_value_rows<X::kThreads>(s.value_rows(), p.v, args.chunk.vector_values, item, p.head_dim_v);
+                                      p.head_dim_v - item.column, args.S_width, thread);
+  load_value_rows<X::kThreads>(s.value_rows(), p.v, args.chunk.vector_values, item, p.head_dim_v, thread);
   copy_rows<X::kColumns, X::kThreads>(s.Y_rows(), args.Y + (item.at * args.padded_v + item.column) * kChunkRows,
-                                      kChunkRows, args.padded_v - item.column, kChunkRows);
-  copy_lower_blocks<X::kThreads>(s.P, factors.J + item.at * kChunkRows * kChunkRows);
+                                      kChunkRows, args.padded_v - item.column, kChunkRows, thread);
+  copy_lower_blocks<X::kThreads>(s.P, factors.J + item.at * kChunkRows * kChunkRows, thread);
   commit_copies();
-  if (threadIdx.x < kChunkRows) {
-    const int i = threadIdx.x;
+  if (thread < kChunkRows) {
+    const int i = thread;
     const float* row = factors.row + item.at * kRowNumbers * kChunkRows + i;
     s.gamma[i] = row[kGamma * kChunkRows];
     s.rstd_q[i] = row[kRstdOfQ * kChunkRows];
     s.rstd_k[i] = row[kRstdOfK * kChunkRows];
-    s.beta[i] = factors.token[(item.at * kTokenFactors<false> + kOnValue) * kChunkRows + i];
+    const float* token = factors.token + item.at * kTokenFactors<false> * kChunkRows + i;
+    s.beta[i] = token[kOnValue * kChunkRows];
+    s.on_read[i] = token[kOnKeyRead * kChunkRows];
     s.row_of_A[1][i] = s.row_below_A[1][i] = 0;
     if (X::kGroups == 1) s.a_q[1][i] = s.a_k[1][i] = s.b[1][i] = 0;
   }
@@ -159,48 +173,58 @@ __device__ __forceinline__ void load_first(const GradientArgs& args, const Item&
 // [16 value columns x 64 tokens] as C tiles.
 using Columns = float[kChunkRows / 8][4];
 
-// bD^T of the warp's columns as A fragments, and what Y . v gets from them.
+// bD^T of the warp's columns as A fragments.
 template <DType kType, int kK>
 __device__ __forceinline__ void residuals(Shared<kK>& s, int warp, int lane, uint32_t (&bD)[kBlocks][4]) {
   Columns X = {};
 #pragma unroll 4
   for (int m = 0; m < kK / 16; ++m) {
-    uint32_t a[4];
+    uint32_t a[4], b[kBlocks][4];
     s.state_rows().load_a(16 * warp, m, lane, a);
 #pragma unroll
+    for (int n = 0; n < kBlocks; ++n) s.keys().load_b(16 * n, m, lane, b[n]);
+#pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
-      uint32_t b[4];
-      s.keys().load_b(16 * n, m, lane, b);
-      mma<kType>(X[2 * n], a, b[0], b[1]);
-      mma<kType>(X[2 * n + 1], a, b[2], b[3]);
+      mma<kType>(X[2 * n], a, b[n][0], b[n][1]);
+      mma<kType>(X[2 * n + 1], a, b[n][2], b[n][3]);
     }
   }
 #pragma unroll
   for (int m = 0; m < kBlocks; ++m) {
-    uint32_t v[4], Y[4];
+    uint32_t v[4];
     s.value_rows().load_c_transposed(16 * m, warp, lane, v);
-    s.Y_rows().load_a(16 * warp, m, lane, Y);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int j = 16 * m + 8 * h + 2 * (lane % 4), n = 2 * m + h;
       const float2 low = unpack<kType>(v[2 * h]), high = unpack<kType>(v[2 * h + 1]);
-      const float2 y_low = unpack<kType>(Y[2 * h]), y_high = unpack<kType>(Y[2 * h + 1]);
-      const float on_x[2] = {exp2_approx(s.gamma[j]) * s.rstd_k[j], exp2_approx(s.gamma[j + 1]) * s.rstd_k[j + 1]};
-      X[n][0] = s.beta[j] * fmaf(-on_x[0], X[n][0], low.x);
-      X[n][1] = s.beta[j + 1] * fmaf(-on_x[1], X[n][1], low.y);
-      X[n][2] = s.beta[j] * fmaf(-on_x[0], X[n][2], high.x);
-      X[n][3] = s.beta[j + 1] * fmaf(-on_x[1], X[n][3], high.y);
-      float sum[2] = {fmaf(low.x, y_low.x, high.x * y_high.x), fmaf(low.y, y_low.y, high.y * y_high.y)};
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-#pragma unroll
-        for (int distance = 4; distance < kWarpSize; distance *= 2) {
-          sum[e] += __shfl_xor_sync(kAllLanes, sum[e], distance);
-        }
-        if (lane < 4) s.yv[warp][j + e] = sum[e];
-      }
+      const float2 e = *reinterpret_cast<const float2*>(s.on_read + j);
+      const float2 beta = *reinterpret_cast<const float2*>(s.beta + j);
+      X[n][0] = beta.x * fmaf(-e.x, X[n][0], low.x);
+      X[n][1] = beta.y * fmaf(-e.y, X[n][1], low.y);
+      X[n][2] = beta.x * fmaf(-e.x, X[n][2], high.x);
+      X[n][3] = beta.y * fmaf(-e.y, X[n][3], high.y);
     }
     pack_a<kType>(X[2 * m], X[2 * m + 1], bD[m]);
+  }
+}
+
+// Y . v: the diagonal of v Y^T, in blocks of 16 tokens and halves of the columns.
+template <DType kType, int kK>
+__device__ __forceinline__ void dot_values(Shared<kK>& s, int block, int half, int lane) {
+  constexpr int kSteps = Shape<kK>::kColumns / 32;
+  float c[2][4] = {};
+#pragma unroll
+  for (int m = half * kSteps; m < (half + 1) * kSteps; ++m) {
+    uint32_t a[4], b[4];
+    s.value_rows().load_a(16 * block, m, lane, a);
+    s.Y_rows().load_b_transposed(16 * m, block, lane, b);
+    mma<kType>(c[0], a, b[0], b[1]);
+    mma<kType>(c[1], a, b[2], b[3]);
+  }
+  const int g = lane / 4;
+  if (g / 2 == lane % 4) {
+    s.yv[half][16 * block + g] = g % 2 == 0 ? c[0][0] : c[0][1];
+    s.yv[half][16 * block + g + 8] = g % 2 == 0 ? c[1][2] : c[1][3];
   }
 }
 
@@ -233,14 +257,38 @@ __device__ __forceinline__ void writes(Shared<kK>& s, int warp, int lane, const 
 // more than four blocks' work.
 struct PairTask {
   int kind, row, first, count;
+
+  // In a byte, and back.
+  constexpr uint64_t packed() const { return static_cast<uint64_t>(kind | row << 2 | first << 4 | (count - 1) << 6); }
+  __device__ __forceinline__ static PairTask of(uint32_t byte) {
+    return {static_cast<int>(byte & 3), static_cast<int>(byte >> 2 & 3), static_cast<int>(byte >> 4 & 3),
+            static_cast<int>(byte >> 6 & 3) + 1};
+  }
 };
-constexpr int kMostTasks = 2, kTaskLists = 8;
-__device__ constexpr PairTask kPairTasks[kTaskLists][kMostTasks] = {
-    {{kPairsOfP, 3, 0, 4}, {kNoPairs, 0, 0, 0}}, {{kPairsOfP, 2, 0, 3}, {kPairsOfP, 0, 0, 1}},
-    {{kPairsOfP, 1, 0, 2}, {kPairsOfA, 0, 0, 1}}, {{kPairsOfA, 1, 0, 2}, {kNoPairs, 0, 0, 0}},
-    {{kPairsOfA, 2, 0, 2}, {kNoPairs, 0, 0, 0}}, {{kPairsOfA, 3, 0, 2}, {kNoPairs, 0, 0, 0}},
-    {{kPairsOfA, 3, 2, 2}, {kNoPairs, 0, 0, 0}}, {{kPairsOfA, 2, 2, 1}, {kNoPairs, 0, 0, 0}},
-};
+constexpr int kTaskLists = 8;
+
+// A byte for each warp.
+constexpr uint64_t pack_tasks(const PairTask (&tasks)[kTaskLists]) {
+  uint64_t packed = 0;
+  for (int i = 0; i < kTaskLists; ++i) packed |= tasks[i].packed() << 8 * i;
+  return packed;
+}
+constexpr uint64_t kFirstTasks = pack_tasks({{kPairsOfP, 3, 0, 4},
+                                             {kPairsOfP, 2, 0, 3},
+                                             {kPairsOfP, 1, 0, 2},
+                                             {kPairsOfA, 1, 0, 2},
+                                             {kPairsOfA, 2, 0, 2},
+                                             {kPairsOfA, 3, 0, 2},
+                                             {kPairsOfA, 3, 2, 2},
+                                             {kPairsOfA, 2, 2, 1}});
+constexpr uint64_t kSecondTasks = pack_tasks({{kNoPairs, 0, 0, 1},
+                                              {kPairsOfP, 0, 0, 1},
+                                              {kPairsOfA, 0, 0, 1},
+                                              {kNoPairs, 0, 0, 1},
+                                              {kNoPairs, 0, 0, 1},
+                                              {kNoPairs, 0, 0, 1},
+                                              {kNoPairs, 0, 0, 1},
+                                              {kNoPairs, 0, 0, 1}});
 
 // C tiles of kCount blocks side by side.
 template <int kCount>
@@ -270,6 +318,30 @@ __device__ __forceinline__ float2 sums_within(const float (&M)[4], const float (
   return make_float2(sum_over_lanes<4>(sums.x), sum_over_lanes<4>(sums.y));
 }
 
+// Sums over the 16 rows. The lanes of a column halve their columns with each sum, so that a lane ends with one number of
+// eight columns side by side.
+template <int kCount>
+__device__ __forceinline__ void store_column_sums(float* columns, int count, int lane, const Pairs<kCount>& M) {
+#pragma unroll
+  for (int block = 0; block < kCount; ++block) {
+    if (block >= count) continue;
+    float x[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) x[c] = M[2 * block + c / 2][c % 2] + M[2 * block + c / 2][c % 2 + 2];
+    const bool far = lane & 16, odd = lane & 8;
+    float y[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float given = far ? x[c] : x[c + 2], kept = far ? x[c + 2] : x[c];
+      y[c] = kept + __shfl_xor_sync(kAllLanes, given, 16);
+    }
+    const float given = odd ? y[0] : y[1], kept = odd ? y[1] : y[0];
+    float z = kept + __shfl_xor_sync(kAllLanes, given, 8);
+    z += __shfl_xor_sync(kAllLanes, z, 4);
+    if ((lane & 4) == 0) columns[16 * block + (far ? 8 : 0) + 2 * (lane % 4) + (odd ? 1 : 0)] = z;
+  }
+}
+
 // The sums of M over rows, columns and within the diagonal block. `on_rows` has the factors that a row's elements have in
 // the sums over columns and within.
 template <int kCount, int kK>
@@ -288,16 +360,8 @@ __device__ __forceinline__ void add_up(Shared<kK>& s, const PairTask& task, int 
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) M[n][e] *= e < 2 ? on_rows.x : on_rows.y;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      float column = M[n][e] + M[n][e + 2];
-#pragma unroll
-      for (int distance = 4; distance < kWarpSize; distance *= 2) {
-        column += __shfl_xor_sync(kAllLanes, column, distance);
-      }
-      if (lane < 4) s.columns[task.kind][task.row][16 * task.first + 8 * n + 2 * lane + e] = column;
-    }
   }
+  store_column_sums<kCount>(s.columns[task.kind][task.row] + 16 * task.first, task.count, lane, M);
   row = make_float2(sum_over_lanes<4>(row.x), sum_over_lanes<4>(row.y));
   below = make_float2(sum_over_lanes<4>(below.x), sum_over_lanes<4>(below.y));
   const int i = 16 * task.row + lane / 4;
@@ -339,8 +403,8 @@ __device__ __forceinline__ void multiply_by_R(Shared<kK>& s, const PairTask& tas
   }
 }
 
-// Turns pair gradients into operands and into M = gradient times value, both through body(i, j, c, M), which returns the
-// operand.
+// Turns pair gradients x, element e of tile n at (i, j), into operands, which body(i, j, n, e, x) returns, and into M =
+// gradient times value, which it leaves in x.
 template <DType kType, int kCount, class Body>
 __device__ __forceinline__ void store_pairs(const LowerBlocks& tile, const PairTask& task, int lane, Pairs<kCount>& c,
                                             const Body& body) {
@@ -350,7 +414,8 @@ __device__ __forceinline__ void store_pairs(const LowerBlocks& tile, const PairT
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = 16 * task.row + lane / 4 + 8 * half, j = 16 * task.first + 8 * n + 2 * (lane % 4);
-      const float low = body(i, j, n, c[n][2 * half]), high = body(i, j + 1, n, c[n][2 * half + 1]);
+      const float low = body(i, j, n, 2 * half, c[n][2 * half]);
+      const float high = body(i, j + 1, n, 2 * half + 1, c[n][2 * half + 1]);
       *reinterpret_cast<uint32_t*>(tile.segment(i, j / 8) + j % 8) = pack<kType>(low, high);
     }
   }
@@ -374,11 +439,11 @@ __device__ __forceinline__ void pairs_of_P(const GradientArgs& args, const Item&
       values[n][half] = n / 2 < task.count ? *reinterpret_cast<const uint32_t*>(sP + i * kChunkRows + j) : 0;
     }
   }
-  store_pairs<kType, kCount>(s.P, task, lane, c, [&](int i, int j, int n, float& x) {
-    const float2 value = unpack<kType>(values[n][i / 8 % 2]);
-    const float gradient = i >= j ? x : 0.0f;
-    x = i >= j ? x * (j % 2 == 0 ? value.x : value.y) : 0.0f;
-    return i >= j ? gradient * scale * s.rstd_q[i] * s.rstd_k[j] * exp2_approx(s.gamma[i] - s.gamma[j]) : 0.0f;
+  store_pairs<kType, kCount>(s.P, task, lane, c, [&](int i, int j, int n, int e, float& x) {
+    const float2 value = unpack<kType>(values[n][e / 2]);
+    const float gradient = x * (scale * s.rstd_q[i] * s.rstd_k[j] * exp2_approx(s.gamma[i] - s.gamma[j]));
+    x = i >= j ? x * (e % 2 == 0 ? value.x : value.y) : 0.0f;
+    return i >= j ? gradient : 0.0f;
   });
   add_up<kCount>(s, task, 0, make_float2(1, 1), lane, c);
 }
@@ -402,11 +467,10 @@ __device__ __forceinline__ void pairs_of_A(Shared<kK>& s, const PairTask& task, 
       mma<kType>(kk[2 * n + 1], a, b[2], b[3]);
     }
   }
-  store_pairs<kType, kCount>(s.A, task, lane, c, [&](int i, int j, int n, float& x) {
-    const float decay = i > j ? s.rstd_k[i] * s.rstd_k[j] * exp2_approx(s.gamma[i] - s.gamma[j]) : 0.0f;
-    const float gradient = i > j ? -x * decay : 0.0f;
-    x = i > j ? gradient * kk[n][i / 8 % 2 * 2 + j % 2] : 0.0f;
-    return s.beta[i] * gradient;
+  store_pairs<kType, kCount>(s.A, task, lane, c, [&](int i, int j, int n, int e, float& x) {
+    const float gradient = -x * (s.rstd_k[i] * s.rstd_k[j] * exp2_approx(s.gamma[i] - s.gamma[j]));
+    x = i > j ? gradient * kk[n][e] : 0.0f;
+    return i > j ? s.beta[i] * gradient : 0.0f;
   });
   const int i = 16 * task.row + lane / 4;
   add_up<kCount>(s, task, task.first > 0 ? 1 : 0, make_float2(s.beta[i], s.beta[i + 8]), lane, c);
@@ -487,10 +551,10 @@ __device__ __forceinline__ void scale_and_dot(const SharedTile<kK>& tile, const 
 // <S, G> by all threads, with G in shared memory.
 template <DType kType, int kK>
 __device__ __forceinline__ void dot_states(const GradientArgs& args, const Item& item, Shared<kK>& s, int warp,
-                                           int lane) {
+                                           int lane, int thread) {
   using X = Shape<kK>;
   constexpr int kSegments = kK / 8, kStep = X::kThreads / kSegments;
-  const int segment = threadIdx.x % kSegments, top = threadIdx.x / kSegments;
+  const int segment = thread % kSegments, top = thread / kSegments;
   const uint16_t* S = state_before(args, item) + top * args.S.v_stride + 8 * segment;
   const int count = 8 * segment < args.S_width ? min(args.chunk.problem.head_dim_v - item.column, X::kColumns) : 0;
   float sum = 0;
@@ -511,11 +575,12 @@ __device__ __forceinline__ void dot_states(const GradientArgs& args, const Item&
 
 // Adds the sums of the items before, and keeps them for those that follow: each thread its own.
 template <int kK>
-__device__ __forceinline__ void carry(const GradientArgs& args, const Item& item, int which, Rows<kK>& sums) {
+__device__ __forceinline__ void carry(const GradientArgs& args, const Item& item, int which, int thread,
+                                      Rows<kK>& sums) {
   if (item.first && item.last) return;
   using X = Shape<kK>;
   auto* slot = reinterpret_cast<float4*>(args.key_sums) +
-               (static_cast<int64_t>(blockIdx.x) * 2 + which) * (kChunkRows * kK / 4) + threadIdx.x;
+               (static_cast<int64_t>(blockIdx.x) * 2 + which) * (kChunkRows * kK / 4) + thread;
 #pragma unroll
   for (int n = 0; n < X::kChannels / 8; ++n) {
     float4& kept = slot[n * X::kThreads];
@@ -693,19 +758,29 @@ __device__ __forceinline__ void finish_head(const GradientArgs& args, const Item
 
 // The kernel -----------------------------------------------------------------------------------------------------------
 
+// Two blocks of K = 128 on a multiprocessor of 228 KB, each with 1 KB of the system's.
+static_assert(sizeof(Shared<128>) <= (228 / 2 - 1) * 1024);
+
 template <DType kType, int kK>
 struct Gradients {
   using X = Shape<kK>;
 
   const GradientArgs& args;
   Shared<kK>& s;
-  int warp, lane;
+  int warp, lane, thread;
 
+  // A barrier after which nothing is known of a thread's number: what is computed from it is computed where it is
+  // needed, not in an earlier step and kept. Registers are short.
+  __device__ __forceinline__ void step() {
+    __syncthreads();
+    lane = opaque(lane);
+    thread = opaque(thread);
+  }
   __device__ __forceinline__ int block() const { return warp % kBlocks; }                         // of 16 tokens
   __device__ __forceinline__ int group() const { return warp / kBlocks; }                         // of channels
   __device__ __forceinline__ int channel() const { return group() * (X::kChannels / 16); }        // the first, in 16s
-  __device__ __forceinline__ int token() const { return static_cast<int>(threadIdx.x); }          // of the numbers
-  __device__ __forceinline__ bool has_token() const { return threadIdx.x < kChunkRows; }
+  __device__ __forceinline__ int token() const { return thread; }          // of the numbers
+  __device__ __forceinline__ bool has_token() const { return thread < kChunkRows; }
 
   // The lane's two rows with a factor for each.
   template <class Factor>
@@ -715,26 +790,28 @@ struct Gradients {
   }
 
   // Steps 1 and 2: afterwards d_o is where v was, and P' where J was.
-  __device__ __forceinline__ void pair_gradients(const Item& item, TokenSums& sums) const {
-    load_first(args, item, s);
+  __device__ __forceinline__ void pair_gradients(const Item& item, TokenSums& sums) {
+    load_first(args, item, s, thread);
     wait_copies<0>();
-    __syncthreads();
+    step();
     uint32_t bD[kBlocks][4];
     const bool has_columns = warp < X::kColumns / 16;
     if (has_columns) residuals<kType>(s, warp, lane, bD);
-    __syncthreads();
-    load_value_rows<X::kThreads>(s.value_rows(), args.d_o, args.vector_d_o, item, args.chunk.problem.head_dim_v);
-    commit_copies();
-    if (has_token()) {
-      sums.yv = 0;
-      for (int w = 0; w < X::kColumns / 16; ++w) sums.yv += s.yv[w][token()];
+#pragma unroll
+    for (int at = 0; at < 2 * kBlocks; at += X::kWarps) {
+      dot_values<kType>(s, (warp + at) % kBlocks, (warp + at) / kBlocks, lane);
     }
+    step();
+    load_value_rows<X::kThreads>(s.value_rows(), args.d_o, args.vector_d_o, item, args.chunk.problem.head_dim_v, thread);
+    commit_copies();
+    if (has_token()) sums.yv = s.yv[0][token()] + s.yv[1][token()];
     if (has_columns) writes<kType>(s, warp, lane, bD);
     wait_copies<0>();
-    __syncthreads();
+    step();
 #pragma unroll 1
-    for (int at = warp; at < kTaskLists * kMostTasks; at += X::kWarps) {
-      const PairTask task = kPairTasks[at % kTaskLists][at / kTaskLists];
+    for (int at = warp; at < 2 * kTaskLists; at += X::kWarps) {
+      const uint64_t tasks = at < kTaskLists ? kFirstTasks : kSecondTasks;
+      const PairTask task = PairTask::of(static_cast<uint32_t>(tasks >> 8 * (at % kTaskLists)));
       if (task.kind == kPairsOfP) pairs_of_P<kType>(args, item, s, task, lane);
       if (task.kind == kPairsOfA) pairs_of_A<kType>(s, task, lane);
     }
@@ -778,13 +855,13 @@ struct Gradients {
   // 64 threads publish in `along`.
   __device__ __forceinline__ void finish_rows(const DeviceTensor& out, bool vectors, const Item& item, int which,
                                               const SharedTile<kK>& tile, const float* rstd, float* along, float sum,
-                                              Rows<kK>& x) const {
+                                              Rows<kK>& x) {
     const bool norm = args.chunk.problem.qk_l2norm;
     if (norm) {
       if (has_token()) along[token()] = sum;
-      __syncthreads();
+      step();
     }
-    carry<kK>(args, item, which, x);
+    carry<kK>(args, item, which, thread, x);
     if (!item.last || !out.present()) return;
     const RowPair own = rows([&](int i) { return rstd[i] * rstd[i] * along[i]; });
     if (norm) subtract_along<kType, kK>(tile, own, channel(), lane, x);
@@ -792,17 +869,17 @@ struct Gradients {
   }
 
   // Step 3.
-  __device__ __forceinline__ void key_gradients(const Item& item, TokenSums& sums) const {
+  __device__ __forceinline__ void key_gradients(const Item& item, TokenSums& sums) {
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
     Rows<kK> dq = {}, dk = {};
     read_state<kType, kK>(s, block(), channel(), lane, dq, dk);
-    __syncthreads();
-    load_keys<X::kThreads, kK>(args.chunk, p.q, item.span, item.key_head, s.queries());
+    step();
+    load_key_rows<X::kThreads, kK>(args.chunk, p.q, item, s.queries(), thread);
     commit_copies();
     copy_rows<X::kColumns, X::kThreads>(s.state_rows(), args.G + (item.at * args.padded_v + item.column) * kK, kK,
-                                        args.padded_v - item.column, kK);
+                                        args.padded_v - item.column, kK, thread);
     commit_copies();
-    scale_and_dot<kType, kK>(s.keys(), rows([&](int i) { return -exp2_approx(s.gamma[i]) * s.rstd_k[i]; }), channel(),
+    scale_and_dot<kType, kK>(s.keys(), rows([&](int i) { return -s.on_read[i]; }), channel(),
                              lane, dk, s.a_k[group()]);
     const RowPair beta = rows([&](int i) { return s.beta[i]; });
 #pragma unroll
@@ -812,17 +889,17 @@ struct Gradients {
     }
     add_pairs_of_A(dk);
     wait_copies<1>();
-    __syncthreads();
+    step();
     scale_and_dot<kType, kK>(s.queries(),
                              rows([&](int i) { return p.scale * exp2_approx(s.gamma[i]) * s.rstd_q[i]; }), channel(),
                              lane, dq, s.a_q[group()]);
     add_pairs_of_P(dq, dk);
     wait_copies<0>();
-    __syncthreads();
+    step();
     if (has_token()) sums.along_q += s.row_of_P[token()] + s.a_q[0][token()] + s.a_q[1][token()];
     finish_rows(args.dq, args.vector_dq, item, 0, s.queries(), s.rstd_q, s.row_of_P, sums.along_q, dq);
     add_writing(item, dk);
-    __syncthreads();
+    step();
     float along = 0;
     if (has_token()) {
       const int m = token();
@@ -851,10 +928,10 @@ struct Gradients {
 #pragma unroll
       for (int e = 0; e < 4; ++e) dk[n][e] += x[n][e];
     }
-    if (args.chunk.problem.gate != Gate::kNone) dot_states<kType>(args, item, s, warp, lane);
+    if (args.chunk.problem.gate != Gate::kNone) dot_states<kType>(args, item, s, warp, lane, thread);
   }
 
-  __device__ __forceinline__ void run(const Item& item, TokenSums& sums) const {
+  __device__ __forceinline__ void run(const Item& item, TokenSums& sums) {
     if (item.first) sums.along_q = sums.along_k = 0;
     if (item.opens) sums.dg = sums.dbeta = 0;
     pair_gradients(item, sums);
@@ -869,32 +946,38 @@ struct Gradients {
   }
 };
 
+// All of an item but its span.
+__device__ __forceinline__ void describe(Item& item, const DeltaRuleDeviceProblem& p, int64_t chunk, int key_head, int h,
+                                         int column, int columns) {
+  item.key_head = key_head;
+  item.head = key_head * p.group + h;
+  item.at = chunk * p.num_value_heads + item.head;
+  item.column = column;
+  item.opens = column == 0;
+  item.closes = column + columns >= p.head_dim_v;
+  item.first = h == 0 && item.opens;
+  item.last = h == p.group - 1 && item.closes;
+}
+
 template <DType kType, int kK>
 __global__ void __launch_bounds__(Shape<kK>::kThreads, kK == 256 ? 1 : kK == 128 ? 2 : 4)
     gradients_kernel(const __grid_constant__ GradientArgs args) {
   wait_for_previous_kernels();
   auto& s = dynamic_shared<Shared<kK>>();
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const Gradients<kType, kK> gradients{args, s, warp, lane};
+  const int lane = threadIdx.x % kWarpSize, warp = uniform_warp();
   const int heads = p.num_value_heads / p.group;
   const int64_t items = args.chunk.num_chunks * heads;
   for (int64_t at = blockIdx.x; at < items; at += gridDim.x) {
     const int64_t chunk = at / heads;
-    Item item;
-    item.span = chunk_at(args.chunk.chunked, chunk);
-    if (item.span.sequence < 0) return;  // chunks are numbered without gaps: none follows
-    item.key_head = static_cast<int>(at - chunk * heads);
+    if (threadIdx.x == 0) s.item.span = chunk_at(args.chunk.chunked, chunk);
     TokenSums sums;
     for (int h = 0; h < p.group; ++h) {
-      item.head = item.key_head * p.group + h;
-      item.at = chunk * p.num_value_heads + item.head;
-      for (item.column = 0; item.column < p.head_dim_v; item.column += Shape<kK>::kColumns) {
-        item.opens = item.column == 0;
-        item.closes = item.column + Shape<kK>::kColumns >= p.head_dim_v;
-        item.first = h == 0 && item.opens;
-        item.last = h == p.group - 1 && item.closes;
-        gradients.run(item, sums);
+      for (int column = 0; column < p.head_dim_v; column += Shape<kK>::kColumns) {
+        if (threadIdx.x == 0) describe(s.item, p, chunk, static_cast<int>(at - chunk * heads), h, column, Shape<kK>::kColumns);
+        __syncthreads();
+        if (s.item.span.sequence < 0) return;  // chunks are numbered without gaps: none follows
+        Gradients<kType, kK>{args, s, warp, lane, static_cast<int>(threadIdx.x)}.run(s.item, sums);
         __syncthreads();
       }
     }
