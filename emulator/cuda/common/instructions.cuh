@@ -235,6 +235,11 @@ T opaque(T value) {
   return value;
 }
 
+template <int kBound>
+int opaque_below(int value) {
+  return value;
+}
+
 inline void wait_for_previous_kernels() { emulator::wait_for_previous_kernels(); }
 inline void let_next_kernel_start() {}
 

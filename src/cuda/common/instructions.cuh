@@ -146,6 +146,15 @@ __device__ __forceinline__ int opaque(int value) {
   return value;
 }
 
+// The same of a number of a lane or thread, of which it stays known that it is at least 0 and below kBound: divisions by
+// powers of two are then single instructions.
+template <int kBound>
+__device__ __forceinline__ int opaque_below(int value) {
+  value = opaque(value);
+  __builtin_assume(value >= 0 && value < kBound);
+  return value;
+}
+
 // For kernels launched with LaunchShape::overlaps, from sm_90 on; without effect elsewhere. Such a kernel may start
 // while the kernels before it on the stream still run. It returns when they have completed and what they wrote can be
 // seen. Every thread calls it, before it touches global memory for the first time: then who waits for this kernel has

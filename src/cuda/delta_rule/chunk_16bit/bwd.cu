@@ -35,12 +35,13 @@ bool has_states(const DeltaRuleBackwardProblem& problem) {
   return state_row_width(problem, problem.args.chunk_states) > 0;
 }
 
-// Blocks of the gradients: with sums over several items no more than run at once, for each has its own.
-int64_t gradient_blocks(const DeltaRuleBackwardProblem& problem, int64_t num_chunks, bool sums) {
-  const int64_t items = num_chunks * problem.sizes.num_heads;
-  if (!sums) return std::min<int64_t>(items, 1 << 30);
+// Blocks of the gradients: about as many as run at once, each of which copies the operands of its next item while it
+// finishes one.
+int64_t gradient_blocks(const DeltaRuleBackwardProblem& problem, int64_t num_chunks) {
+  const int on_one = padded_k(problem.sizes.head_dim_k) == 64 ? 4 : 2;
   return std::min<int64_t>(
-      items, 4 * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index));
+      num_chunks * problem.sizes.num_heads,
+      on_one * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index));
 }
 
 // dq and dk are sums over the value heads of a group, and over ranges of value columns.
@@ -77,9 +78,8 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
   scratch.G = layout.take<uint16_t>(items * V * K);
   scratch.Y = layout.take<uint16_t>(items * V * kChunkRows);
   scratch.parameter_parts = layout.take<double>(parameter_sums(problem, chunk).count());
-  const bool sums = sums_keys(problem);
   scratch.key_sums =
-      layout.take<float>(sums ? gradient_blocks(problem, chunk.num_chunks, sums) * 2 * kChunkRows * K : 0);
+      layout.take<float>(sums_keys(problem) ? gradient_blocks(problem, chunk.num_chunks) * 2 * kChunkRows * K : 0);
   return scratch;
 }
 
@@ -167,7 +167,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   const ScanConfig config = back_config_of(problem);
   bf16 ? launch_scan_back<DType::kBF16>(args, config, context) : launch_scan_back<DType::kF16>(args, config, context);
   if (args.chunk.num_chunks > 0) {
-    const int64_t blocks = gradient_blocks(problem, args.chunk.num_chunks, sums_keys(problem));
+    const int64_t blocks = gradient_blocks(problem, args.chunk.num_chunks);
     if (config.per_channel) {
       launch_gradients_per_channel(args, width, blocks, context);
     } else if (bf16) {

@@ -41,10 +41,11 @@ struct Shape {
 
 enum PairKind { kPairsOfP, kPairsOfA, kNoPairs };
 
-// One range of value columns of one value head of a chunk.
+// One range of value columns of one value head of a chunk, and its place in the walk of a block.
 struct Item {
-  ChunkSpan span;
-  int64_t at;  // chunk HV + head
+  ChunkSpan span;  // sequence -1: there is none
+  int64_t pair;    // chunk H + key head
+  int64_t at;      // chunk HV + head
   int head, key_head;
   int column;          // the first
   bool first, last;    // of the key head
@@ -80,7 +81,7 @@ struct Shared {
   float within[2][kChunkRows];            // sum_{i >= m > j} within the diagonal block of M^P and beta M^A
   float a_q[2][kChunkRows], a_k[2][kChunkRows], b[2][kChunkRows];  // by group of channels
   float state_dot[S::kWarps];
-  Item item;  // here it takes no registers
+  Item items[2];  // the one at hand and the next; here they take no registers
 
   __device__ SharedTile<kK> keys() { return {k}; }
   __device__ SharedTile<kK> queries() { return {q}; }
@@ -140,32 +141,40 @@ __device__ __forceinline__ void load_key_rows(const ChunkArgs& args, const Devic
                                   args.vector_keys, thread);
 }
 
-// What step 1 needs.
+// The numbers of a token.
+struct TokenNumbers {
+  float gamma, rstd_q, rstd_k, beta, on_read;
+};
+
+__device__ __forceinline__ TokenNumbers load_numbers(const ChunkFactors& factors, int64_t at, int i) {
+  const float* row = factors.row + at * kRowNumbers * kChunkRows + i;
+  const float* token = factors.token + at * kTokenFactors<false> * kChunkRows + i;
+  return {row[kGamma * kChunkRows], row[kRstdOfQ * kChunkRows], row[kRstdOfK * kChunkRows],
+          token[kOnValue * kChunkRows], token[kOnKeyRead * kChunkRows]};
+}
+
+template <int kK>
+__device__ __forceinline__ void store_numbers(const TokenNumbers& x, Shared<kK>& s, int i) {
+  s.gamma[i] = x.gamma;
+  s.rstd_q[i] = x.rstd_q;
+  s.rstd_k[i] = x.rstd_k;
+  s.beta[i] = x.beta;
+  s.on_read[i] = x.on_read;
+  s.row_of_A[1][i] = s.row_below_A[1][i] = 0;
+  if (Shape<kK>::kGroups == 1) s.a_q[1][i] = s.a_k[1][i] = s.b[1][i] = 0;
+}
+
+// What step 1 needs, but for the keys. The caller commits the copies.
 template <int kK>
 __device__ __forceinline__ void load_first(const GradientArgs& args, const Item& item, Shared<kK>& s, int thread) {
   using X = Shape<kK>;
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
-  const ChunkFactors& factors = args.chunk.factors;
-  if (item.first) load_key_rows<X::kThreads, kK>(args.chunk, p.k, item, s.keys(), thread);
   copy_rows<X::kColumns, X::kThreads>(s.state_rows(), state_before(args, item), args.S.v_stride,
                                       p.head_dim_v - item.column, args.S_width, thread);
   load_value_rows<X::kThreads>(s.value_rows(), p.v, args.chunk.vector_values, item, p.head_dim_v, thread);
   copy_rows<X::kColumns, X::kThreads>(s.Y_rows(), args.Y + (item.at * args.padded_v + item.column) * kChunkRows,
                                       kChunkRows, args.padded_v - item.column, kChunkRows, thread);
-  copy_lower_blocks<X::kThreads>(s.P, factors.J + item.at * kChunkRows * kChunkRows, thread);
-  commit_copies();
-  if (thread < kChunkRows) {
-    const int i = thread;
-    const float* row = factors.row + item.at * kRowNumbers * kChunkRows + i;
-    s.gamma[i] = row[kGamma * kChunkRows];
-    s.rstd_q[i] = row[kRstdOfQ * kChunkRows];
-    s.rstd_k[i] = row[kRstdOfK * kChunkRows];
-    const float* token = factors.token + item.at * kTokenFactors<false> * kChunkRows + i;
-    s.beta[i] = token[kOnValue * kChunkRows];
-    s.on_read[i] = token[kOnKeyRead * kChunkRows];
-    s.row_of_A[1][i] = s.row_below_A[1][i] = 0;
-    if (X::kGroups == 1) s.a_q[1][i] = s.a_k[1][i] = s.b[1][i] = 0;
-  }
+  copy_lower_blocks<X::kThreads>(s.P, args.chunk.factors.J + item.at * kChunkRows * kChunkRows, thread);
 }
 
 // Step 1 ---------------------------------------------------------------------------------------------------------------
@@ -758,6 +767,41 @@ __device__ __forceinline__ void finish_head(const GradientArgs& args, const Item
 
 // The kernel -----------------------------------------------------------------------------------------------------------
 
+// What follows from an item's pair, column and the number h of its head in the group.
+template <int kColumns>
+__device__ __forceinline__ void describe(const ChunkArgs& args, int h, Item& item) {
+  const DeltaRuleDeviceProblem& p = args.problem;
+  const int heads = p.num_value_heads / p.group;
+  const int64_t chunk = item.pair / heads;
+  item.key_head = static_cast<int>(item.pair - chunk * heads);
+  item.head = item.key_head * p.group + h;
+  item.at = chunk * p.num_value_heads + item.head;
+  item.opens = item.column == 0;
+  item.closes = item.column + kColumns >= p.head_dim_v;
+  item.first = h == 0 && item.opens;
+  item.last = h == p.group - 1 && item.closes;
+  if (item.first) {
+    item.span = {};
+    if (chunk < args.num_chunks) item.span = chunk_at(args.chunked, chunk);
+  }
+}
+
+template <int kColumns>
+__device__ __forceinline__ void first_item(const ChunkArgs& args, Item& item) {
+  item.pair = blockIdx.x;
+  item.column = 0;
+  describe<kColumns>(args, 0, item);
+}
+
+template <int kColumns>
+__device__ __forceinline__ void find_next(const ChunkArgs& args, const Item& item, Item& next) {
+  next.span = item.span;
+  next.pair = item.last ? item.pair + gridDim.x : item.pair;
+  next.column = item.closes ? 0 : item.column + kColumns;
+  const int h = item.head - item.key_head * args.problem.group;
+  describe<kColumns>(args, item.last ? 0 : item.closes ? h + 1 : h, next);
+}
+
 // Two blocks of K = 128 on a multiprocessor of 228 KB, each with 1 KB of the system's.
 static_assert(sizeof(Shared<128>) <= (228 / 2 - 1) * 1024);
 
@@ -768,13 +812,14 @@ struct Gradients {
   const GradientArgs& args;
   Shared<kK>& s;
   int warp, lane, thread;
+  TokenNumbers numbers = {};  // of the item that is on its way; of the first 64 threads
 
   // A barrier after which nothing is known of a thread's number: what is computed from it is computed where it is
   // needed, not in an earlier step and kept. Registers are short.
   __device__ __forceinline__ void step() {
     __syncthreads();
-    lane = opaque(lane);
-    thread = opaque(thread);
+    lane = opaque_below<kWarpSize>(lane);
+    thread = opaque_below<X::kThreads>(thread);
   }
   __device__ __forceinline__ int block() const { return warp % kBlocks; }                         // of 16 tokens
   __device__ __forceinline__ int group() const { return warp / kBlocks; }                         // of channels
@@ -791,9 +836,6 @@ struct Gradients {
 
   // Steps 1 and 2: afterwards d_o is where v was, and P' where J was.
   __device__ __forceinline__ void pair_gradients(const Item& item, TokenSums& sums) {
-    load_first(args, item, s, thread);
-    wait_copies<0>();
-    step();
     uint32_t bD[kBlocks][4];
     const bool has_columns = warp < X::kColumns / 16;
     if (has_columns) residuals<kType>(s, warp, lane, bD);
@@ -900,6 +942,12 @@ struct Gradients {
     finish_rows(args.dq, args.vector_dq, item, 0, s.queries(), s.rstd_q, s.row_of_P, sums.along_q, dq);
     add_writing(item, dk);
     step();
+    const Item& next = other(item);
+    if (next.span.sequence >= 0) {
+      load_first(args, next, s, thread);
+      commit_copies();
+      if (has_token()) numbers = load_numbers(args.chunk.factors, next.at, thread);
+    }
     float along = 0;
     if (has_token()) {
       const int m = token();
@@ -931,57 +979,59 @@ struct Gradients {
     if (args.chunk.problem.gate != Gate::kNone) dot_states<kType>(args, item, s, warp, lane, thread);
   }
 
+  __device__ __forceinline__ const Item& other(const Item& item) const { return s.items[&item == s.items]; }
+
+  // The item is on its way. Starts the copies of the next one.
   __device__ __forceinline__ void run(const Item& item, TokenSums& sums) {
+    if (has_token()) store_numbers(numbers, s, thread);
+    wait_copies<0>();
+    step();
+    if (thread == 0) find_next<X::kColumns>(args.chunk, item, s.items[&item == s.items]);
     if (item.first) sums.along_q = sums.along_k = 0;
     if (item.opens) sums.dg = sums.dbeta = 0;
     pair_gradients(item, sums);
     key_gradients(item, sums);
-    if (!has_token()) return;
-    if (args.chunk.problem.gate != Gate::kNone) {
-      float states = 0;
-      for (int w = 0; w < X::kWarps; ++w) states += s.state_dot[w];
-      sums.dg += gate_gradient(s, token(), lane) + exp2_approx(s.gamma[kChunkRows - 1]) * states;
+    if (has_token()) {
+      if (args.chunk.problem.gate != Gate::kNone) {
+        float states = 0;
+        for (int w = 0; w < X::kWarps; ++w) states += s.state_dot[w];
+        sums.dg += gate_gradient(s, token(), lane) + exp2_approx(s.gamma[kChunkRows - 1]) * states;
+      }
+      if (item.closes) finish_head(args, item, s, token(), lane, sums);
     }
-    if (item.closes) finish_head(args, item, s, token(), lane, sums);
+    step();
+    const Item& next = other(item);
+    if (next.span.sequence >= 0 && next.first) load_keys_of(next);
+  }
+
+  // The keys stay for all items of a key head.
+  __device__ __forceinline__ void load_keys_of(const Item& item) const {
+    load_key_rows<X::kThreads, kK>(args.chunk, args.chunk.problem.k, item, s.keys(), thread);
+    commit_copies();
+  }
+
+  // A block takes every gridDim.x-th pair of a chunk and a key head.
+  __device__ __forceinline__ void run_all() {
+    if (thread == 0) first_item<X::kColumns>(args.chunk, s.items[0]);
+    step();
+    if (s.items[0].span.sequence < 0) return;
+    load_keys_of(s.items[0]);
+    load_first(args, s.items[0], s, thread);
+    commit_copies();
+    if (has_token()) numbers = load_numbers(args.chunk.factors, s.items[0].at, thread);
+    TokenSums sums;
+    for (int turn = 0; s.items[turn].span.sequence >= 0; turn ^= 1) run(s.items[turn], sums);
+    wait_copies<0>();
   }
 };
-
-// All of an item but its span.
-__device__ __forceinline__ void describe(Item& item, const DeltaRuleDeviceProblem& p, int64_t chunk, int key_head, int h,
-                                         int column, int columns) {
-  item.key_head = key_head;
-  item.head = key_head * p.group + h;
-  item.at = chunk * p.num_value_heads + item.head;
-  item.column = column;
-  item.opens = column == 0;
-  item.closes = column + columns >= p.head_dim_v;
-  item.first = h == 0 && item.opens;
-  item.last = h == p.group - 1 && item.closes;
-}
 
 template <DType kType, int kK>
 __global__ void __launch_bounds__(Shape<kK>::kThreads, kK == 256 ? 1 : kK == 128 ? 2 : 4)
     gradients_kernel(const __grid_constant__ GradientArgs args) {
   wait_for_previous_kernels();
-  auto& s = dynamic_shared<Shared<kK>>();
-  const DeltaRuleDeviceProblem& p = args.chunk.problem;
-  const int lane = threadIdx.x % kWarpSize, warp = uniform_warp();
-  const int heads = p.num_value_heads / p.group;
-  const int64_t items = args.chunk.num_chunks * heads;
-  for (int64_t at = blockIdx.x; at < items; at += gridDim.x) {
-    const int64_t chunk = at / heads;
-    if (threadIdx.x == 0) s.item.span = chunk_at(args.chunk.chunked, chunk);
-    TokenSums sums;
-    for (int h = 0; h < p.group; ++h) {
-      for (int column = 0; column < p.head_dim_v; column += Shape<kK>::kColumns) {
-        if (threadIdx.x == 0) describe(s.item, p, chunk, static_cast<int>(at - chunk * heads), h, column, Shape<kK>::kColumns);
-        __syncthreads();
-        if (s.item.span.sequence < 0) return;  // chunks are numbered without gaps: none follows
-        Gradients<kType, kK>{args, s, warp, lane, static_cast<int>(threadIdx.x)}.run(s.item, sums);
-        __syncthreads();
-      }
-    }
-  }
+  Gradients<kType, kK>{args, dynamic_shared<Shared<kK>>(), uniform_warp(), static_cast<int>(threadIdx.x) % kWarpSize,
+                       static_cast<int>(threadIdx.x)}
+      .run_all();
 }
 
 }  // namespace

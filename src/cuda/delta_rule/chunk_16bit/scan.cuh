@@ -162,7 +162,7 @@ struct Scan {
   // The state before chunk c, or after the last one.
   __device__ __forceinline__ void save_states(int c, bool last, int K, int V, float (&S)[kTiles][kK / 8][4]) const {
     const StateAddress place = last ? final_state_address(args, part) : chunk_state_address(args, part, span.batch, c);
-    const int there = opaque(lane);
+    const int there = opaque_below<kWarpSize>(lane);
     if (place.exists) {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
@@ -188,7 +188,7 @@ struct Scan {
     if (args.initial_state.present()) load_states(K, V, S);
     for (int c = 0;; ++c) {
       // Where registers are short, no address is kept from chunk to chunk; elsewhere that costs time.
-      const int here = kPerChannel || kK > 128 ? opaque(lane) : lane;
+      const int here = kPerChannel || kK > 128 ? opaque_below<kWarpSize>(lane) : lane;
       const bool last = c == chunks;
       if (last || (args.chunk_states.present() && args.state_width == 0)) save_states(c, last, K, V, S);
       if (last) return;

@@ -180,7 +180,7 @@ struct BackScan {
       }
     }
     for (int turn = 0; turn < chunks; ++turn) {
-      const int here = kPerChannel || kK > 128 ? opaque(lane) : lane;
+      const int here = kPerChannel || kK > 128 ? opaque_below<kWarpSize>(lane) : lane;
       stages.consumer_wait();
       OneStage& current = stage_of(turn);
       Sums<kTiles> X;
@@ -193,7 +193,7 @@ struct BackScan {
       if (turn + 1 < chunks) stages.consumer_release(turn);
     }
     if (args.d_initial_state.present()) {
-      const int there = opaque(lane);
+      const int there = opaque_below<kWarpSize>(lane);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         store_state<kK>(args.d_initial_state, state_offset(args.d_initial_state, part), part.column + row + 16 * i, K,
