@@ -23,7 +23,7 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/adjoints.cuh"
-#include "cuda/delta_rule/chunk_16bit/gradient.cuh"
+#include "cuda/delta_rule/chunk_16bit/gradient_items.cuh"
 
 namespace fastweight::cuda::chunk_16bit {
 namespace {
@@ -77,56 +77,6 @@ struct Shared {
   __device__ SharedTile<kChunkRows> Y_rows() { return {Y}; }
   __device__ SharedTile<kChunkRows> R_rows() { return {R}; }
 };
-
-// One range of value columns of one value head of a chunk.
-struct Item {
-  ChunkSpan span;
-  int64_t at;  // chunk HV + head
-  int head, key_head;
-  int column;          // the first
-  bool first, last;    // of the key head
-  bool opens, closes;  // the value head
-};
-
-// Rows of 16-bit elements, of `width` each, to a tile; zeros beyond. The caller commits the copies.
-template <int kRows, int kThreads, int kColumns>
-__device__ __forceinline__ void copy_rows(const SharedTile<kColumns>& tile, const uint16_t* source, int64_t row_stride,
-                                          int rows, int width) {
-  constexpr int kSegments = SharedTile<kColumns>::kSegments, kStep = kThreads / kSegments;
-  const int segment = threadIdx.x % kSegments, top = threadIdx.x / kSegments;
-  const uint16_t* from = source + top * row_stride + 8 * segment;
-  const int count = 8 * segment < width ? rows : 0;
-#pragma unroll 4
-  for (int i = 0; i < kRows; i += kStep, from += kStep * row_stride) {
-    const bool valid = top + i < count;
-    copy_async(tile.address(top + i, segment), valid ? from : source, valid);
-  }
-}
-
-template <int kThreads>
-__device__ __forceinline__ void copy_lower_blocks(const LowerBlocks& tile, const uint16_t* source) {
-#pragma unroll
-  for (int at = threadIdx.x; at < kChunkRows * 8; at += kThreads) {
-    const int row = at / 8, segment = at % 8;
-    if (!above_diagonal(row, segment)) copy_async(tile.address(row, segment), source + at * 8, true);
-  }
-}
-
-__device__ __forceinline__ const uint16_t* state_before(const GradientArgs& args, const Item& item) {
-  const DeviceStates& S = args.S;
-  const int64_t chunk = first_chunk_of(args.chunk.chunked, item.span.sequence) + item.span.position;
-  const int64_t offset = item.span.batch * S.outer_strides[0] + chunk * S.outer_strides[1] +
-                         item.head * S.outer_strides[2] + item.column * S.v_stride;
-  return static_cast<const uint16_t*>(S.data) + offset;
-}
-
-template <int kThreads, int kColumns>
-__device__ __forceinline__ void load_value_rows(const SharedTile<kColumns>& tile, const DeviceTensor& x, bool vectors,
-                                                const Item& item, int V) {
-  const auto* start = static_cast<const uint16_t*>(x.data) + row_offset(x, item.span.batch, item.span.begin, item.head);
-  load_rows<kChunkRows, kThreads>(tile, x, start, x.present() ? static_cast<int>(item.span.length) : 0, item.column, V,
-                                  vectors, static_cast<int>(threadIdx.x));
-}
 
 // What step 1 needs.
 template <int kK>
@@ -874,31 +824,10 @@ __global__ void __launch_bounds__(Shape<kK>::kThreads, kK == 256 ? 1 : kK == 128
     gradients_kernel(const __grid_constant__ GradientArgs args) {
   wait_for_previous_kernels();
   auto& s = dynamic_shared<Shared<kK>>();
-  const DeltaRuleDeviceProblem& p = args.chunk.problem;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const Gradients<kType, kK> gradients{args, s, warp, lane};
-  const int heads = p.num_value_heads / p.group;
-  const int64_t items = args.chunk.num_chunks * heads;
-  for (int64_t at = blockIdx.x; at < items; at += gridDim.x) {
-    const int64_t chunk = at / heads;
-    Item item;
-    item.span = chunk_at(args.chunk.chunked, chunk);
-    if (item.span.sequence < 0) return;  // chunks are numbered without gaps: none follows
-    item.key_head = static_cast<int>(at - chunk * heads);
-    TokenSums sums;
-    for (int h = 0; h < p.group; ++h) {
-      item.head = item.key_head * p.group + h;
-      item.at = chunk * p.num_value_heads + item.head;
-      for (item.column = 0; item.column < p.head_dim_v; item.column += Shape<kK>::kColumns) {
-        item.opens = item.column == 0;
-        item.closes = item.column + Shape<kK>::kColumns >= p.head_dim_v;
-        item.first = h == 0 && item.opens;
-        item.last = h == p.group - 1 && item.closes;
-        gradients.run(item, sums);
-        __syncthreads();
-      }
-    }
-  }
+  TokenSums sums;
+  for_each_item<Shape<kK>::kColumns>(args, [&](const Item& item) { gradients.run(item, sums); });
 }
 
 }  // namespace
