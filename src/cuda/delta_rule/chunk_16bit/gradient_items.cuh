@@ -18,12 +18,13 @@ struct Item {
   bool opens, closes;  // the value head
 };
 
-// Rows of 16-bit elements, of `width` each, to a tile; zeros beyond. The caller commits the copies.
+// Rows of 16-bit elements, of `width` each, to a tile; zeros beyond. Thread `thread` of kThreads does its part, here and
+// below; the caller commits the copies.
 template <int kRows, int kThreads, int kColumns>
 __device__ __forceinline__ void copy_rows(const SharedTile<kColumns>& tile, const uint16_t* source, int64_t row_stride,
-                                          int rows, int width) {
+                                          int rows, int width, int thread) {
   constexpr int kSegments = SharedTile<kColumns>::kSegments, kStep = kThreads / kSegments;
-  const int segment = threadIdx.x % kSegments, top = threadIdx.x / kSegments;
+  const int segment = thread % kSegments, top = thread / kSegments;
   const uint16_t* from = source + top * row_stride + 8 * segment;
   const int count = 8 * segment < width ? rows : 0;
 #pragma unroll 4
@@ -34,9 +35,9 @@ __device__ __forceinline__ void copy_rows(const SharedTile<kColumns>& tile, cons
 }
 
 template <int kThreads>
-__device__ __forceinline__ void copy_lower_blocks(const LowerBlocks& tile, const uint16_t* source) {
+__device__ __forceinline__ void copy_lower_blocks(const LowerBlocks& tile, const uint16_t* source, int thread) {
 #pragma unroll
-  for (int at = threadIdx.x; at < kChunkRows * 8; at += kThreads) {
+  for (int at = thread; at < kChunkRows * 8; at += kThreads) {
     const int row = at / 8, segment = at % 8;
     if (!above_diagonal(row, segment)) copy_async(tile.address(row, segment), source + at * 8, true);
   }
@@ -52,35 +53,45 @@ __device__ __forceinline__ const uint16_t* state_before(const GradientArgs& args
 
 template <int kThreads, int kColumns>
 __device__ __forceinline__ void load_value_rows(const SharedTile<kColumns>& tile, const DeviceTensor& x, bool vectors,
-                                                const Item& item, int V) {
+                                                const Item& item, int V, int thread) {
   const auto* start = static_cast<const uint16_t*>(x.data) + row_offset(x, item.span.batch, item.span.begin, item.head);
   load_rows<kChunkRows, kThreads>(tile, x, start, x.present() ? static_cast<int>(item.span.length) : 0, item.column, V,
-                                  vectors, static_cast<int>(threadIdx.x));
+                                  vectors, thread);
+}
+
+// Part `part` of the key head's in a chunk, where `pair` counts the pairs of a chunk and a key head. The sequence is -1
+// where there is no such chunk.
+template <int kColumns>
+__device__ __forceinline__ Item item_at(const GradientArgs& args, int64_t pair, int part) {
+  const DeltaRuleDeviceProblem& p = args.chunk.problem;
+  const int heads = p.num_value_heads / p.group, ranges = (p.head_dim_v + kColumns - 1) / kColumns;
+  const int64_t chunk = pair / heads;
+  const int h = part / ranges, range = part - h * ranges;
+  Item item;
+  item.span = chunk_at(args.chunk.chunked, chunk);
+  item.key_head = static_cast<int>(pair - chunk * heads);
+  item.head = item.key_head * p.group + h;
+  item.at = chunk * p.num_value_heads + item.head;
+  item.column = range * kColumns;
+  item.opens = range == 0;
+  item.closes = range == ranges - 1;
+  item.first = part == 0;
+  item.last = part == p.group * ranges - 1;
+  return item;
 }
 
 // body(item) for the block's share of all items. All threads leave an item before the next one begins.
 template <int kColumns, class Body>
 __device__ __forceinline__ void for_each_item(const GradientArgs& args, const Body& body) {
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
-  const int heads = p.num_value_heads / p.group;
-  const int64_t count = args.chunk.num_chunks * heads;
-  for (int64_t at = blockIdx.x; at < count; at += gridDim.x) {
-    const int64_t chunk = at / heads;
-    Item item;
-    item.span = chunk_at(args.chunk.chunked, chunk);
-    if (item.span.sequence < 0) return;  // chunks are numbered without gaps: none follows
-    item.key_head = static_cast<int>(at - chunk * heads);
-    for (int h = 0; h < p.group; ++h) {
-      item.head = item.key_head * p.group + h;
-      item.at = chunk * p.num_value_heads + item.head;
-      for (item.column = 0; item.column < p.head_dim_v; item.column += kColumns) {
-        item.opens = item.column == 0;
-        item.closes = item.column + kColumns >= p.head_dim_v;
-        item.first = h == 0 && item.opens;
-        item.last = h == p.group - 1 && item.closes;
-        body(item);
-        __syncthreads();
-      }
+  const int64_t pairs = args.chunk.num_chunks * (p.num_value_heads / p.group);
+  const int parts = p.group * ((p.head_dim_v + kColumns - 1) / kColumns);
+  for (int64_t pair = blockIdx.x; pair < pairs; pair += gridDim.x) {
+    for (int part = 0; part < parts; ++part) {
+      const Item item = item_at<kColumns>(args, pair, part);
+      if (item.span.sequence < 0) return;  // chunks are numbered without gaps: none follows
+      body(item);
+      __syncthreads();
     }
   }
 }

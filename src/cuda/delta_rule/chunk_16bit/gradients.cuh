@@ -84,13 +84,14 @@ __device__ __forceinline__ void load_first(const GradientArgs& args, const Item&
   using X = Shape<kK>;
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
   const ChunkFactors& factors = args.chunk.factors;
+  const int thread = threadIdx.x;
   if (item.first) load_keys<X::kThreads, kK>(args.chunk, p.k, item.span, item.key_head, s.keys());
   copy_rows<X::kColumns, X::kThreads>(s.state_rows(), state_before(args, item), args.S.v_stride,
-                                      p.head_dim_v - item.column, args.S_width);
-  load_value_rows<X::kThreads>(s.value_rows(), p.v, args.chunk.vector_values, item, p.head_dim_v);
+                                      p.head_dim_v - item.column, args.S_width, thread);
+  load_value_rows<X::kThreads>(s.value_rows(), p.v, args.chunk.vector_values, item, p.head_dim_v, thread);
   copy_rows<X::kColumns, X::kThreads>(s.Y_rows(), args.Y + (item.at * args.padded_v + item.column) * kChunkRows,
-                                      kChunkRows, args.padded_v - item.column, kChunkRows);
-  copy_lower_blocks<X::kThreads>(s.P, factors.J + item.at * kChunkRows * kChunkRows);
+                                      kChunkRows, args.padded_v - item.column, kChunkRows, thread);
+  copy_lower_blocks<X::kThreads>(s.P, factors.J + item.at * kChunkRows * kChunkRows, thread);
   commit_copies();
   if (threadIdx.x < kChunkRows) {
     const int i = threadIdx.x;
@@ -673,7 +674,8 @@ struct Gradients {
     const bool has_columns = warp < X::kColumns / 16;
     if (has_columns) residuals<kType>(s, warp, lane, bD);
     __syncthreads();
-    load_value_rows<X::kThreads>(s.value_rows(), args.d_o, args.vector_d_o, item, args.chunk.problem.head_dim_v);
+    load_value_rows<X::kThreads>(s.value_rows(), args.d_o, args.vector_d_o, item, args.chunk.problem.head_dim_v,
+                                 static_cast<int>(threadIdx.x));
     commit_copies();
     if (has_token()) {
       sums.yv = 0;
@@ -750,7 +752,7 @@ struct Gradients {
     load_keys<X::kThreads, kK>(args.chunk, p.q, item.span, item.key_head, s.queries());
     commit_copies();
     copy_rows<X::kColumns, X::kThreads>(s.state_rows(), args.G + (item.at * args.padded_v + item.column) * kK, kK,
-                                        args.padded_v - item.column, kK);
+                                        args.padded_v - item.column, kK, static_cast<int>(threadIdx.x));
     commit_copies();
     scale_and_dot<kType, kK>(s.keys(), rows([&](int i) { return -exp2_approx(s.gamma[i]) * s.rstd_k[i]; }), channel(),
                              lane, dk, s.a_k[group()]);

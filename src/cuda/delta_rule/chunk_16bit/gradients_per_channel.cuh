@@ -70,17 +70,24 @@ struct SumTile {
   }
 };
 
-// The six blocks of 16 x 16 below the diagonal of a [64 x 64] matrix, by LowerBlocks' rules.
-struct BelowDiagonal : TileFragments<BelowDiagonal> {
-  static constexpr int kElements = 6 * 256;
+// A block of 16 x 16 elements, by LowerBlocks' rules. Blocks of a matrix differ by constants.
+struct PairBlock : TileFragments<PairBlock> {
+  static constexpr int kElements = 256;
 
-  uint16_t* data;
+  uint32_t start;
 
-  __device__ __forceinline__ BelowDiagonal(uint16_t* memory) : data(memory) {}
+  __device__ __forceinline__ explicit PairBlock(const uint16_t* memory) : start(shared_address(memory)) {}
   __device__ __forceinline__ uint32_t address(int row, int segment) const {
-    const int tile = row / 16, block = tile * (tile - 1) / 2 + segment / 2;
-    const int offset = block * 256 + row % 16 * 16 + ((segment ^ row >> 2) & 1) * 8;
-    return shared_address(data) + 2 * static_cast<uint32_t>(offset);
+    return start + static_cast<uint32_t>(32 * row + ((segment ^ row >> 2) & 1) * 16);
+  }
+};
+
+// The six blocks below the diagonal of a [64 x 64] matrix.
+struct BelowDiagonal {
+  uint16_t data[kTiles * (kTiles - 1) / 2][PairBlock::kElements];
+
+  __device__ __forceinline__ PairBlock block(int row, int column) const {
+    return PairBlock(data[row * (row - 1) / 2 + column]);
   }
 };
 
@@ -91,6 +98,15 @@ struct Triangle {
   __device__ __forceinline__ static constexpr int row(int i) {
     const int fours = i / 4;
     return 4 * (2 * fours * (fours + 1) + i % 4 * (fours + 1));
+  }
+  // The first `count` elements of row i, and what fills the last four.
+  __device__ __forceinline__ void load(int i, int count, float (&x)[kRows]) const {
+#pragma unroll
+    for (int j = 0; j < kRows; j += 4) {
+      if (j >= count) continue;
+      const float4 four = *reinterpret_cast<const float4*>(data + row(i) + j);
+      x[j] = four.x, x[j + 1] = four.y, x[j + 2] = four.z, x[j + 3] = four.w;
+    }
   }
 };
 
@@ -113,7 +129,10 @@ struct Shared {
     } first;                    // step 1
     alignas(128) Values d_o;    // steps 2 and 3
     alignas(128) State G;       // step 3
-    alignas(128) Keys falling;  // steps 4 and 5
+    struct {
+      alignas(128) Keys falling;
+      float first[4][4][Shape<kK>::kThreads];  // sums of the first tile, which add_tiles leaves alone, out of registers
+    } tiles;                                   // steps 4 and 5
     alignas(128) Sums query;    // step 6: X of q, then dq
   };
   union {
@@ -131,7 +150,7 @@ struct Shared {
       float yv[kColumns / 16][kChunkRows];  // Y . v of the warps' columns
     } value_side;                           // step 1
     struct {
-      alignas(128) uint16_t below[2][BelowDiagonal::kElements];
+      alignas(128) BelowDiagonal below[2];
       alignas(16) Triangle diagonal[2][kTiles];
     } pairs;  // from step 2 on, by PairKind
   };
@@ -143,6 +162,7 @@ struct Shared {
   float a_log[kTiles * kK / kWarpSize];  // the share of dA_log of the warps' tiles and channels
   float beta[kChunkRows], rstd_q[kChunkRows], rstd_k[kChunkRows];
   float dbeta[kChunkRows];  // over the ranges of columns
+  Item item;                // here, it takes no registers between the steps
 };
 
 // [16 channels x 64 tokens] as C tiles.
@@ -154,23 +174,24 @@ using ChannelTile = float[2][4];
 
 // What step 1 needs, and Y.
 template <int kK>
-__device__ __forceinline__ void load_first(const GradientArgs& args, const Item& item, Shared<kK>& s) {
+__device__ __forceinline__ void load_first(const GradientArgs& args, const Item& item, Shared<kK>& s, int thread) {
   using X = Shape<kK>;
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
   const ChunkFactors& factors = args.chunk.factors;
   copy_rows<X::kColumns, X::kThreads>(SharedTile<kK>(s.S), state_before(args, item), args.S.v_stride,
-                                      p.head_dim_v - item.column, args.S_width);
+                                      p.head_dim_v - item.column, args.S_width, thread);
   copy_rows<kChunkRows, X::kThreads>(SharedTile<kK>(s.first.reader),
                                      factors.keys + (item.at * kKeyCopies + kReader) * kChunkRows * kK, kK, kChunkRows,
-                                     kK);
-  load_value_rows<X::kThreads>(SharedTile<X::kColumns>(s.first.v), p.v, args.chunk.vector_values, item, p.head_dim_v);
-  copy_lower_blocks<X::kThreads>(s.value_side.J, factors.J + item.at * kChunkRows * kChunkRows);
+                                     kK, thread);
+  load_value_rows<X::kThreads>(SharedTile<X::kColumns>(s.first.v), p.v, args.chunk.vector_values, item, p.head_dim_v,
+                               thread);
+  copy_lower_blocks<X::kThreads>(s.value_side.J, factors.J + item.at * kChunkRows * kChunkRows, thread);
   copy_rows<X::kColumns, X::kThreads>(SharedTile<kChunkRows>(s.columns.Y),
                                       args.Y + (item.at * args.padded_v + item.column) * kChunkRows, kChunkRows,
-                                      args.padded_v - item.column, kChunkRows);
+                                      args.padded_v - item.column, kChunkRows, thread);
   commit_copies();
-  if (threadIdx.x < kChunkRows) {
-    const int i = threadIdx.x;
+  if (thread < kChunkRows) {
+    const int i = thread;
     const float* row = factors.row + item.at * kRowNumbers * kChunkRows + i;
     s.rstd_q[i] = row[kRstdOfQ * kChunkRows];
     s.rstd_k[i] = row[kRstdOfK * kChunkRows];
@@ -179,19 +200,39 @@ __device__ __forceinline__ void load_first(const GradientArgs& args, const Item&
   }
 }
 
-// exp(g) from what the gate tensor holds. log2(1 + 2^x) is off by 2^-22 at most, which the decay is then, times the rate.
+// The gate, as token.cuh and adjoints.cuh have it, by the special function unit: this kernel needs each decay twice.
+constexpr float kLog2E = 1.4426950408889634f;
+
+__device__ __forceinline__ float sigmoid_approx(float x) {
+  return reciprocal_approx(1.0f + exp2_approx(-kLog2E * x));
+}
+
+// The relative error is below 2^-14; it is largest where the series ends, at e^x = 2^-8.
+__device__ __forceinline__ float softplus_approx(float x) {
+  const float e = exp2_approx(kLog2E * x);
+  const float series = e * fmaf(-e, fmaf(-e, 1.0f / 3, 0.5f), 1.0f), log = log2_approx(1.0f + e) / kLog2E;
+  return x > 20.0f ? x : e < 0x1p-8f ? series : log;
+}
+
+__device__ __forceinline__ float log_decay_approx(const DeltaRuleDeviceProblem& p, float x, float rate, float bias) {
+  if (!p.gate_in_kernel) return x;
+  if (p.has_lower_bound) return p.lower_bound * sigmoid_approx(rate * (x + bias));
+  return -rate * softplus_approx(x + bias);
+}
+
 __device__ __forceinline__ float decay_of(const DeltaRuleDeviceProblem& p, float x, float rate, float bias) {
-  constexpr float kLog2E = 1.4426950408889634f;
-  float log2 = kLog2E * x;
-  if (p.gate_in_kernel) {
-    const float z = kLog2E * (x + bias);
-    if (p.has_lower_bound) {
-      log2 = kLog2E * p.lower_bound * reciprocal_approx(1.0f + exp2_approx(-rate * z));
-    } else {
-      log2 = -rate * (z > 30.0f ? z : log2_approx(1.0f + exp2_approx(z)));
-    }
+  return exp2_approx(max_or_nan(kLog2E * log_decay_approx(p, x, rate, bias), -150.0f));
+}
+
+__device__ __forceinline__ GateGradient gate_adjoint(const DeltaRuleDeviceProblem& p, float x, float rate, float bias,
+                                                     float dg) {
+  if (!p.gate_in_kernel) return {dg, 0.0f};
+  const float z = x + bias;
+  if (p.has_lower_bound) {
+    const float y = sigmoid_approx(rate * z), dx = p.lower_bound * (y * (1.0f - y)) * (rate * dg);
+    return {dx, dx * z};
   }
-  return exp2_approx(max_or_nan(log2, -150.0f));
+  return {-(rate * sigmoid_approx(z)) * dg, -(rate * softplus_approx(z)) * dg};
 }
 
 // Step 1 ---------------------------------------------------------------------------------------------------------------
@@ -312,7 +353,7 @@ __device__ __forceinline__ void make_pairs(Shared<kK>& s, float scale, int token
   if (row == column) return;
   uint32_t a[4];
   pack_a<kType>(c[0], c[1], a);
-  BelowDiagonal(s.pairs.below[kind]).store_a(16 * row, column, lane, a);
+  s.pairs.below[kind].block(row, column).store_a(0, 0, lane, a);
 }
 
 template <DType kType, int kK>
@@ -468,9 +509,10 @@ __device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, con
 
 // The falling rows; the rising ones in place of q and k; the decays of whole tiles.
 template <DType kType, int kK>
-__device__ __forceinline__ void scale_rows(const DeltaRuleDeviceProblem& p, const Item& item, Shared<kK>& s) {
-  const SharedTile<kK> q(s.rising.q), k(s.rising.k), falling(s.falling);
-  const int tile = threadIdx.x / (kK / 2), channel = threadIdx.x % (kK / 2) * 2, top = kRows * tile;
+__device__ __forceinline__ void scale_rows(const DeltaRuleDeviceProblem& p, const Item& item, Shared<kK>& s,
+                                           int thread) {
+  const SharedTile<kK> q(s.rising.q), k(s.rising.k), falling(s.tiles.falling);
+  const int tile = thread / (kK / 2), channel = thread % (kK / 2) * 2, top = kRows * tile;
   const auto pair_at = [&](const SharedTile<kK>& rows, int i) -> uint32_t& {
     return *reinterpret_cast<uint32_t*>(&rows.at(top + i, channel));
   };
@@ -532,15 +574,12 @@ __device__ __forceinline__ void dot_tokens(const uint32_t (&rows)[4], const floa
 template <DType kType, int kK>
 __device__ __forceinline__ void add_reads(Shared<kK>& s, float scale, const TileTotals& total, int warp, int lane,
                                           Channels& query, Channels& reader, TileTotals& over) {
-  const SharedTile<kK> falling(s.falling), q(s.rising.q), k(s.rising.k);
-  const BelowDiagonal P = s.pairs.below[kPairsOfP], A = s.pairs.below[kPairsOfA];
+  const SharedTile<kK> falling(s.tiles.falling), q(s.rising.q), k(s.rising.k);
+  const BelowDiagonal &P = s.pairs.below[kPairsOfP], &A = s.pairs.below[kPairsOfA];
 #pragma unroll
-  for (int n = 0; n < kChunkRows / 8; ++n) scale_channels(make_float2(scale, scale), query[n]);
+  for (int n = 2; n < kChunkRows / 8; ++n) scale_channels(make_float2(scale, scale), query[n]);
 #pragma unroll
   for (int row = 1; row < kTiles; ++row) {
-    uint32_t q_rows[4], k_rows[4];
-    q.load_c_transposed(16 * row, warp, lane, q_rows);
-    k.load_c_transposed(16 * row, warp, lane, k_rows);
 #pragma unroll
     for (int column = 0; column < row; ++column) {
       const int left = 2 * row, right = 2 * row + 1;
@@ -549,17 +588,19 @@ __device__ __forceinline__ void add_reads(Shared<kK>& s, float scale, const Tile
         scale_channels(total[column], query[n]);
         scale_channels(total[column], reader[n]);
       }
+      uint32_t a[4], b[4];  // anew for every column: unpacked and kept they would cost registers
       float2 sum = make_float2(0, 0);
-      dot_tokens<kType>(q_rows, query[left], query[right], sum);
-      dot_tokens<kType>(k_rows, reader[left], reader[right], sum);
+      q.load_c_transposed(16 * row, warp, lane, a);
+      dot_tokens<kType>(a, query[left], query[right], sum);
+      k.load_c_transposed(16 * row, warp, lane, a);
+      dot_tokens<kType>(a, reader[left], reader[right], sum);
       sum = sum * between(total, column, row);
       over[column] = make_float2(over[column].x + sum.x, over[column].y + sum.y);
-      uint32_t a[4], b[4];
       falling.load_c_transposed(16 * column, warp, lane, a);
-      P.load_b(16 * row, column, lane, b);
+      P.block(row, column).load_b(0, 0, lane, b);
       mma<kType>(query[left], a, b[0], b[1]);
       mma<kType>(query[right], a, b[2], b[3]);
-      A.load_b(16 * row, column, lane, b);
+      A.block(row, column).load_b(0, 0, lane, b);
       mma<kType>(reader[left], a, b[0], b[1]);
       mma<kType>(reader[right], a, b[2], b[3]);
     }
@@ -570,8 +611,8 @@ __device__ __forceinline__ void add_reads(Shared<kK>& s, float scale, const Tile
 template <DType kType, int kK>
 __device__ __forceinline__ void add_writes(Shared<kK>& s, const TileTotals& total, int warp, int lane,
                                            TileTotals& over) {
-  const SharedTile<kK> falling(s.falling), q(s.rising.q), k(s.rising.k);
-  const BelowDiagonal P = s.pairs.below[kPairsOfP], A = s.pairs.below[kPairsOfA];
+  const SharedTile<kK> falling(s.tiles.falling), q(s.rising.q), k(s.rising.k);
+  const BelowDiagonal &P = s.pairs.below[kPairsOfP], &A = s.pairs.below[kPairsOfA];
   const OwnSums<kK> writer(s.writer, warp, lane);
   float2 written = make_float2(0, 0);
 #pragma unroll
@@ -591,11 +632,11 @@ __device__ __forceinline__ void add_writes(Shared<kK>& s, const TileTotals& tota
       scale_channels(total[row], F[0]);
       scale_channels(total[row], F[1]);
       q.load_c_transposed(16 * row, warp, lane, a);
-      P.load_b_transposed(16 * row, column, lane, b);
+      P.block(row, column).load_b_transposed(0, 0, lane, b);
       mma<kType>(F[0], a, b[0], b[1]);
       mma<kType>(F[1], a, b[2], b[3]);
       k.load_c_transposed(16 * row, warp, lane, a);
-      A.load_b_transposed(16 * row, column, lane, b);
+      A.block(row, column).load_b_transposed(0, 0, lane, b);
       mma<kType>(F[0], a, b[0], b[1]);
       mma<kType>(F[1], a, b[2], b[3]);
     }
@@ -616,7 +657,7 @@ __device__ __forceinline__ void add_tiles(Shared<kK>& s, float scale, float2 sta
     over[t] = make_float2(0, 0);
   }
   add_reads<kType>(s, scale, total, warp, lane, query, reader, over);
-  add_writes<kType>(s, total, warp, lane, over);
+  add_writes<kType>(s, total, warp, opaque(lane), over);  // addresses are not worth their registers
   __syncwarp();  // all lanes have read the totals
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
@@ -667,8 +708,7 @@ template <int kK>
 __device__ __forceinline__ void walk_pairs(Shared<kK>& s, int tile, int channel, const ChannelRows& rows,
                                            const float (&decay)[kRows], float (&dg)[kRows]) {
   const SumTile<kK> query{s.query}, reader{s.reader}, writer{s.writer};
-  const float* P = s.pairs.diagonal[kPairsOfP][tile].data;
-  const float* A = s.pairs.diagonal[kPairsOfA][tile].data;
+  const Triangle &P = s.pairs.diagonal[kPairsOfP][tile], &A = s.pairs.diagonal[kPairsOfA][tile];
   const int top = kRows * tile;
   float factor[kRows], dk[kRows];  // exp(gamma_i - gamma_j)
   float rise = 1;
@@ -678,22 +718,23 @@ __device__ __forceinline__ void walk_pairs(Shared<kK>& s, int tile, int channel,
     rise *= decay[i];
     float dq = rise * query.at(top + i, channel), read = rise * reader.at(top + i, channel);
     float crossing = fmaf(beta_k, read, q_i * dq);  // the sum of M_ij' over j' < j, those before the tile among them
+    float P_i[kRows], A_i[kRows];
+    P.load(i, i + 1, P_i);
+    A.load(i, i, A_i);
 #pragma unroll
     for (int j = 0; j < i; ++j) {
-      const float P_ij = P[Triangle::row(i) + j], A_ij = A[Triangle::row(i) + j];
       dg[j] += crossing;
       factor[j] *= decay[i];
-      const float key = factor[j] * rows.k[j], x = fmaf(A_ij, beta_k, P_ij * q_i);
-      dq = fmaf(P_ij, key, dq);
-      read = fmaf(A_ij, key, read);
+      const float key = factor[j] * rows.k[j], x = fmaf(A_i[j], beta_k, P_i[j] * q_i);
+      dq = fmaf(P_i[j], key, dq);
+      read = fmaf(A_i[j], key, read);
       dk[j] = fmaf(factor[j], x, dk[j]);
       crossing = fmaf(key, x, crossing);
     }
-    const float P_ii = P[Triangle::row(i) + i];
     dg[i] = crossing;
     factor[i] = 1;
-    dk[i] = fmaf(P_ii, q_i, -s.beta[top + i] * read);
-    query.at(top + i, channel) = fmaf(P_ii, k_i, dq);
+    dk[i] = fmaf(P_i[i], q_i, -s.beta[top + i] * read);
+    query.at(top + i, channel) = fmaf(P_i[i], k_i, dq);
     reader.at(top + i, channel) = -k_i * read;
   }
   float crossing = s.over[tile][channel];
@@ -721,7 +762,7 @@ __device__ __forceinline__ void store_gates(const GradientArgs& args, const Item
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     if (i >= count) continue;
-    const GateGradient d = log_decay_adjoint(p, x[i], rate, bias, dg[i]);
+    const GateGradient d = gate_adjoint(p, x[i], rate, bias, dg[i]);
     bias_sum += d.x;
     a_log_sum += d.a_log;
     if (out.present()) store_float(out.data, out.dtype, base + i * out.strides[1], d.x);
@@ -765,15 +806,16 @@ __device__ __forceinline__ void walk_tile(const GradientArgs& args, const Item& 
 
 // The chunk's share of dA_log and ddt_bias.
 template <int kK>
-__device__ __forceinline__ void store_parameters(const GradientArgs& args, const Item& item, const Shared<kK>& s) {
-  const int K = args.chunk.problem.head_dim_k, channel = threadIdx.x;
+__device__ __forceinline__ void store_parameters(const GradientArgs& args, const Item& item, const Shared<kK>& s,
+                                                 int thread) {
+  const int K = args.chunk.problem.head_dim_k, channel = thread;
   double* parts = args.parameter_parts + item.at * (1 + K);
   if (channel < K) {
     double sum = 0;
     for (int t = 0; t < kTiles; ++t) sum += s.bias[t][channel];
     parts[1 + channel] = sum;
   }
-  if (threadIdx.x == Shape<kK>::kThreads - 1) {
+  if (thread == Shape<kK>::kThreads - 1) {
     double sum = 0;
     for (const float part : s.a_log) sum += part;
     parts[0] = sum;
@@ -787,8 +829,9 @@ template <int kK>
 struct TokenLanes {
   static constexpr int kLanes = Shape<kK>::kThreads / kChunkRows, kEights = kK / kLanes / 8;
 
-  int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  int row, lane;
 
+  __device__ __forceinline__ explicit TokenLanes(int thread) : row(thread / kLanes), lane(thread % kLanes) {}
   __device__ __forceinline__ int channel(int n) const { return 8 * (lane + kLanes * n); }
 };
 
@@ -810,10 +853,10 @@ struct KeyRows {
 
   const GradientArgs& args;
   const Item& item;
+  Lanes own;
 
   // What the item has, and what its predecessors left; false where successors follow.
   __device__ __forceinline__ bool add_up(float* sums, int which, Sums& y) const {
-    const Lanes own;
 #pragma unroll
     for (int n = 0; n < Lanes::kEights; ++n) load_eight<kK>(sums, own.row, own.channel(n), y[n]);
     if (item.first && item.last) return true;
@@ -830,56 +873,53 @@ struct KeyRows {
     return item.last;
   }
 
-  __device__ __forceinline__ void load(const DeviceTensor& x, int channel, float (&values)[8]) const {
-    const Lanes own;
+  // Eight elements of the token's row of q or k, as pairs.
+  __device__ __forceinline__ void load(const DeviceTensor& x, int channel, uint32_t (&pairs)[4]) const {
     const int count = own.row < item.span.length ? args.chunk.problem.head_dim_k - channel : 0;
     const auto* from = static_cast<const uint16_t*>(x.data) +
                        row_offset(x, item.span.batch, item.span.begin + own.row, item.key_head) +
                        channel * x.strides[3];
-    uint32_t words[4] = {};
+    pairs[0] = pairs[1] = pairs[2] = pairs[3] = 0;
     if (args.chunk.vector_keys) {
-      if (count > 0) {
-        const uint4 vector = *reinterpret_cast<const uint4*>(from);
-        words[0] = vector.x, words[1] = vector.y, words[2] = vector.z, words[3] = vector.w;
-      }
-    } else {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const uint32_t element = e < count ? from[e * x.strides[3]] : 0;
-        words[e / 2] |= element << (e % 2 * 16);
-      }
+      if (count <= 0) return;
+      const uint4 words = *reinterpret_cast<const uint4*>(from);
+      pairs[0] = words.x, pairs[1] = words.y, pairs[2] = words.z, pairs[3] = words.w;
+      return;
     }
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float2 pair = unpack<kType>(words[e]);
-      values[2 * e] = pair.x;
-      values[2 * e + 1] = pair.y;
+    for (int e = 0; e < 8; ++e) {
+      const uint32_t element = e < count ? from[e * x.strides[3]] : 0;
+      pairs[e / 2] |= element << (e % 2 * 16);
     }
   }
 
   // y, the gradient of rstd x, becomes that of x.
   __device__ __forceinline__ void through_norm(const DeviceTensor& x, float rstd, Sums& y) const {
-    const Lanes own;
+    uint32_t pairs[Lanes::kEights][4];
+#pragma unroll
+    for (int n = 0; n < Lanes::kEights; ++n) load(x, own.channel(n), pairs[n]);
     float along = 0;
 #pragma unroll
     for (int n = 0; n < Lanes::kEights; ++n) {
-      float values[8];
-      load(x, own.channel(n), values);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) along = fmaf(rstd * values[e], y[n][e], along);
+      for (int e = 0; e < 4; ++e) {
+        const float2 values = rstd * unpack<kType>(pairs[n][e]);
+        along = fmaf(values.y, y[n][2 * e + 1], fmaf(values.x, y[n][2 * e], along));
+      }
     }
     along = sum_over_lanes<Lanes::kLanes>(along);
 #pragma unroll
     for (int n = 0; n < Lanes::kEights; ++n) {
-      float values[8];
-      load(x, own.channel(n), values);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) y[n][e] = norm_adjoint(values[e], rstd, along, y[n][e]);
+      for (int e = 0; e < 4; ++e) {
+        const float2 values = unpack<kType>(pairs[n][e]);
+        y[n][2 * e] = norm_adjoint(values.x, rstd, along, y[n][2 * e]);
+        y[n][2 * e + 1] = norm_adjoint(values.y, rstd, along, y[n][2 * e + 1]);
+      }
     }
   }
 
   __device__ __forceinline__ void store(const DeviceTensor& out, bool vectors, const Sums& y) const {
-    const Lanes own;
     if (own.row >= item.span.length) return;
     const int K = args.chunk.problem.head_dim_k;
     const int64_t base = row_offset(out, item.span.batch, item.span.begin + own.row, item.key_head);
@@ -907,16 +947,16 @@ struct KeyRows {
     if (!out.present()) return;
     Sums y;
     if (!add_up(sums, which, y)) return;
-    if (args.chunk.problem.qk_l2norm) through_norm(x, rstd[Lanes().row], y);
+    if (args.chunk.problem.qk_l2norm) through_norm(x, rstd[own.row], y);
     store(out, vectors, y);
   }
 };
 
 // dbeta = Y . v + k . (rows(dA, k) - e (Y S^T)), over the ranges of columns of a head.
 template <int kK>
-__device__ __forceinline__ void finish_beta(const GradientArgs& args, const Item& item, Shared<kK>& s) {
+__device__ __forceinline__ void finish_beta(const GradientArgs& args, const Item& item, Shared<kK>& s,
+                                            const TokenLanes<kK>& own) {
   if (!args.dbeta.present()) return;
-  const TokenLanes<kK> own;
   float sum = 0;
 #pragma unroll
   for (int n = 0; n < TokenLanes<kK>::kEights; ++n) {
@@ -942,34 +982,40 @@ struct Gradients {
 
   const GradientArgs& args;
   Shared<kK>& s;
-  int warp, lane;
+
+  // Asked for by every step: what is computed from it is not kept from one to the next.
+  __device__ __forceinline__ static int thread_index() { return opaque(static_cast<int>(threadIdx.x)); }
 
   // Steps 1 and 2: afterwards d_o is where the reader was, and the pairs are where J was.
-  __device__ __forceinline__ void pair_gradients(const Item& item) const {
+  __device__ __forceinline__ void pair_gradients() const {
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
-    load_first(args, item, s);
-    wait_copies<0>();
+    const Item& item = s.item;
+    int thread = thread_index();
+    if (thread / kWarpSize < X::kColumns / 16) make_writes<kType>(s, thread / kWarpSize, thread % kWarpSize);
     __syncthreads();
-    if (warp < X::kColumns / 16) make_writes<kType>(s, warp, lane);
-    __syncthreads();
-    load_value_rows<X::kThreads>(SharedTile<X::kColumns>(s.d_o), args.d_o, args.vector_d_o, item, p.head_dim_v);
+    thread = thread_index();
+    load_value_rows<X::kThreads>(SharedTile<X::kColumns>(s.d_o), args.d_o, args.vector_d_o, item, p.head_dim_v, thread);
     commit_copies();
-    if (threadIdx.x < kChunkRows) {
+    if (thread < kChunkRows) {
       float sum = 0;
-      for (const auto& yv : s.value_side.yv) sum += yv[threadIdx.x];
-      s.dbeta[threadIdx.x] += sum;
+      for (const auto& yv : s.value_side.yv) sum += yv[thread];
+      s.dbeta[thread] += sum;
     }
     wait_copies<0>();
     __syncthreads();
-    make_all_pairs<kType>(s, p.scale, static_cast<int>(item.span.length), warp, lane);
+    thread = thread_index();
+    make_all_pairs<kType>(s, p.scale, static_cast<int>(item.span.length), thread / kWarpSize, thread % kWarpSize);
   }
 
   // Step 3. Returns e_n <S, G> of the lane's channels.
-  __device__ __forceinline__ float2 state_products(const Item& item, Channels& query, Channels& reader) const {
+  __device__ __forceinline__ float2 state_products(Channels& query, Channels& reader) const {
+    const Item& item = s.item;
+    int thread = thread_index(), warp = thread / kWarpSize, lane = thread % kWarpSize;
     read_state<kType>(s, warp, lane, query, reader);
     __syncthreads();
+    thread = thread_index(), warp = thread / kWarpSize, lane = thread % kWarpSize;
     copy_rows<X::kColumns, X::kThreads>(SharedTile<kK>(s.G), args.G + (item.at * args.padded_v + item.column) * kK, kK,
-                                        args.padded_v - item.column, kK);
+                                        args.padded_v - item.column, kK, thread);
     commit_copies();
     const float* total = args.chunk.factors.total + item.at * kK + 16 * warp + lane / 4;
     const float2 e_n = make_float2(total[0], total[8]);
@@ -981,27 +1027,57 @@ struct Gradients {
     return e_n * states;
   }
 
+  // The sums of the first tile to shared memory, or back.
+  template <bool kStore>
+  __device__ __forceinline__ void exchange_first(int thread, Channels& query, Channels& reader) const {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float &kept_query = s.tiles.first[n][e][thread], &kept_reader = s.tiles.first[2 + n][e][thread];
+        if constexpr (kStore) {
+          kept_query = args.chunk.problem.scale * query[n][e];
+          kept_reader = reader[n][e];
+        } else {
+          query[n][e] = kept_query;
+          reader[n][e] = kept_reader;
+        }
+      }
+    }
+  }
+
   // Steps 4 and 5, X in registers on return.
-  __device__ __forceinline__ void tile_products(const Item& item, float2 states, Channels& query,
-                                                Channels& reader) const {
+  __device__ __forceinline__ void tile_products(float2 states, Channels& query, Channels& reader) const {
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
-    load_keys<X::kThreads, kK>(args.chunk, p.q, item.span, item.key_head, s.rising.q);
-    load_keys<X::kThreads, kK>(args.chunk, p.k, item.span, item.key_head, s.rising.k);
+    const Item& item = s.item;
+    const auto load = [&](const DeviceTensor& x, uint16_t* rows, int thread) {
+      const auto* start = static_cast<const uint16_t*>(x.data) + row_offset(x, item.span.batch, item.span.begin, item.key_head);
+      load_rows<kChunkRows, X::kThreads>(SharedTile<kK>(rows), x, start, static_cast<int>(item.span.length), 0,
+                                         p.head_dim_k, args.chunk.vector_keys, thread);
+    };
+    int thread = thread_index();
+    exchange_first<true>(thread, query, reader);
+    load(p.q, s.rising.q, thread);
+    load(p.k, s.rising.k, thread);
     commit_copies();
     wait_copies<0>();
     __syncthreads();
-    scale_rows<kType>(p, item, s);
+    scale_rows<kType>(p, item, s, thread_index());
     __syncthreads();
-    add_tiles<kType>(s, p.scale, states, warp, lane, query, reader);
+    thread = thread_index();
+    add_tiles<kType>(s, p.scale, states, thread / kWarpSize, thread % kWarpSize, query, reader);
+    exchange_first<false>(thread, query, reader);
   }
 
-  __device__ __forceinline__ void run(const Item& item) const {
-    pair_gradients(item);
+  // Steps 1 to 5.
+  __device__ __forceinline__ void make_sums() const {
+    pair_gradients();
     Channels query = {}, reader = {};
-    const float2 states = state_products(item, query, reader);
+    const float2 states = state_products(query, reader);
     __syncthreads();
-    tile_products(item, states, query, reader);
+    tile_products(states, query, reader);
     __syncthreads();
+    const int thread = thread_index(), warp = thread / kWarpSize, lane = thread % kWarpSize;
     const OwnSums<kK> own_query(s.query, warp, lane), own_reader(s.reader, warp, lane);
 #pragma unroll
     for (int n = 0; n < kChunkRows / 8; ++n) {
@@ -1009,17 +1085,28 @@ struct Gradients {
       own_reader.store(n, reader[n]);
     }
     __syncthreads();
+  }
+
+  __device__ __forceinline__ void run(const Item& next) const {
+    if (threadIdx.x == 0) s.item = next;
+    load_first(args, next, s, thread_index());
+    wait_copies<0>();
+    __syncthreads();
+    make_sums();
+    const Item& item = s.item;
 #pragma unroll 1
-    for (int at = threadIdx.x; at < kTiles * kK; at += X::kThreads) {
+    for (int at = thread_index(); at < kTiles * kK; at += X::kThreads) {
       walk_tile<kType>(args, item, s, at / kK, at % kK);
     }
     __syncthreads();
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
-    const KeyRows<kType, kK> rows{args, item};
+    const int thread = thread_index();
+    const TokenLanes<kK> own(thread);
+    const KeyRows<kType, kK> rows{args, item, own};
     rows.finish(s.query, 0, p.q, s.rstd_q, args.dq, args.vector_dq);
     rows.finish(s.writer, 1, p.k, s.rstd_k, args.dk, args.vector_dk);
-    finish_beta(args, item, s);
-    if (args.parameter_parts != nullptr && item.closes) store_parameters(args, item, s);
+    finish_beta(args, item, s, own);
+    if (args.parameter_parts != nullptr && item.closes) store_parameters(args, item, s, thread);
   }
 };
 
@@ -1027,9 +1114,7 @@ template <DType kType, int kK>
 __global__ void __launch_bounds__(Shape<kK>::kThreads, Shape<kK>::kBlocksOfSM)
     channel_gradients_kernel(const __grid_constant__ GradientArgs args) {
   wait_for_previous_kernels();
-  auto& s = dynamic_shared<Shared<kK>>();
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const Gradients<kType, kK> gradients{args, s, warp, lane};
+  const Gradients<kType, kK> gradients{args, dynamic_shared<Shared<kK>>()};
   for_each_item<Shape<kK>::kColumns>(args, [&](const Item& item) { gradients.run(item); });
 }
 
