@@ -201,7 +201,7 @@ __device__ __forceinline__ void load_first(const GradientArgs& args, const Item&
 }
 
 // The gate, as token.cuh and adjoints.cuh have it, by the special function unit: this kernel needs each decay twice.
-constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float sigmoid_approx(float x) {
   return reciprocal_approx(1.0f + exp2_approx(-kLog2E * x));
@@ -210,25 +210,38 @@ __device__ __forceinline__ float sigmoid_approx(float x) {
 // The relative error is below 2^-14; it is largest where the series ends, at e^x = 2^-8.
 __device__ __forceinline__ float softplus_approx(float x) {
   const float e = exp2_approx(kLog2E * x);
-  const float series = e * fmaf(-e, fmaf(-e, 1.0f / 3, 0.5f), 1.0f), log = log2_approx(1.0f + e) / kLog2E;
+  const float series = e * fmaf(-e, fmaf(-e, 1.0f / 3, 0.5f), 1.0f), log = kLn2 * log2_approx(1.0f + e);
   return x > 20.0f ? x : e < 0x1p-8f ? series : log;
 }
 
-__device__ __forceinline__ float log_decay_approx(const DeltaRuleDeviceProblem& p, float x, float rate, float bias) {
-  if (!p.gate_in_kernel) return x;
-  if (p.has_lower_bound) return p.lower_bound * sigmoid_approx(rate * (x + bias));
-  return -rate * softplus_approx(x + bias);
+enum class GateKind { kGiven, kSoftplus, kBounded };
+
+// body(std::integral_constant<GateKind, kind>), around a loop.
+template <class Body>
+__device__ __forceinline__ void with_gate_kind(const DeltaRuleDeviceProblem& p, const Body& body) {
+  if (!p.gate_in_kernel) {
+    body(std::integral_constant<GateKind, GateKind::kGiven>());
+  } else if (p.has_lower_bound) {
+    body(std::integral_constant<GateKind, GateKind::kBounded>());
+  } else {
+    body(std::integral_constant<GateKind, GateKind::kSoftplus>());
+  }
 }
 
+template <GateKind kKind>
 __device__ __forceinline__ float decay_of(const DeltaRuleDeviceProblem& p, float x, float rate, float bias) {
-  return exp2_approx(max_or_nan(kLog2E * log_decay_approx(p, x, rate, bias), -150.0f));
+  float g = x;
+  if constexpr (kKind == GateKind::kBounded) g = p.lower_bound * sigmoid_approx(rate * (x + bias));
+  if constexpr (kKind == GateKind::kSoftplus) g = -rate * softplus_approx(x + bias);
+  return exp2_approx(max_or_nan(kLog2E * g, -150.0f));
 }
 
+template <GateKind kKind>
 __device__ __forceinline__ GateGradient gate_adjoint(const DeltaRuleDeviceProblem& p, float x, float rate, float bias,
                                                      float dg) {
-  if (!p.gate_in_kernel) return {dg, 0.0f};
+  if constexpr (kKind == GateKind::kGiven) return {dg, 0.0f};
   const float z = x + bias;
-  if (p.has_lower_bound) {
+  if constexpr (kKind == GateKind::kBounded) {
     const float y = sigmoid_approx(rate * z), dx = p.lower_bound * (y * (1.0f - y)) * (rate * dg);
     return {dx, dx * z};
   }
@@ -487,24 +500,29 @@ __device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, con
   }
   with_type(p.g.dtype, [&](auto type) {
     constexpr DType kType = decltype(type)::value;
+    const char* at = element_at(p.g.data, kType, base);
+    const int64_t step = byte_offset(kType, p.g.strides[1]), other = byte_offset(kType, p.g.strides[3]);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int64_t offset = base + i * p.g.strides[1];
+    for (int i = 0; i < kRows; ++i, at += step) {
       decay[i] = make_float2(0, 0);
       if (i >= rows || count <= 0) continue;
       if (p.g.aligned_vec4) {
-        decay[i] = load_pair<kType>(element_at(p.g.data, kType, offset));
+        decay[i] = load_pair<kType>(at);
       } else {
-        decay[i].x = load_float(p.g.data, kType, offset);
-        if (count > 1) decay[i].y = load_float(p.g.data, kType, offset + p.g.strides[3]);
+        decay[i].x = load_float(at, kType, 0);
+        if (count > 1) decay[i].y = load_float(at + other, kType, 0);
       }
     }
   });
+  with_gate_kind(p, [&](auto kind) {
+    constexpr GateKind kKind = decltype(kind)::value;
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const float low = decay_of(p, decay[i].x, rate, bias[0]), high = decay_of(p, decay[i].y, rate, bias[1]);
-    decay[i] = make_float2(i < rows && count > 0 ? low : 1.0f, i < rows && count > 1 ? high : 1.0f);
-  }
+    for (int i = 0; i < kRows; ++i) {
+      const float low = decay_of<kKind>(p, decay[i].x, rate, bias[0]);
+      const float high = decay_of<kKind>(p, decay[i].y, rate, bias[1]);
+      decay[i] = make_float2(i < rows && count > 0 ? low : 1.0f, i < rows && count > 1 ? high : 1.0f);
+    }
+  });
 }
 
 // The falling rows; the rising ones in place of q and k; the decays of whole tiles.
@@ -671,53 +689,69 @@ __device__ __forceinline__ void add_tiles(Shared<kK>& s, float scale, float2 sta
 
 // Step 6 ---------------------------------------------------------------------------------------------------------------
 
-// One channel of the 16 tokens of a tile.
-struct ChannelRows {
-  float q[kRows], k[kRows];  // normalised; 0 beyond the tokens
-  float x[kRows];            // what the gate tensor holds
+// One channel of a tile of 16 tokens.
+struct TileChannel {
+  int tile, channel;
+  int count;         // tokens that exist; 0 of a channel that does not
+  float rate, bias;  // of the gate
 };
 
-template <DType kType, int kK>
-__device__ __forceinline__ void load_channel(const DeltaRuleDeviceProblem& p, const Item& item, const Shared<kK>& s,
-                                             int tile, int channel, ChannelRows& rows) {
-  const int top = kRows * tile;
-  const int count = channel < p.head_dim_k ? static_cast<int>(item.span.length) - top : 0;
-  const auto start = [&](const DeviceTensor& x, int head) {
-    return row_offset(x, item.span.batch, item.span.begin + top, head) + channel * x.strides[3];
-  };
-  const auto* q = static_cast<const uint16_t*>(p.q.data) + start(p.q, item.key_head);
-  const auto* k = static_cast<const uint16_t*>(p.k.data) + start(p.k, item.key_head);
+template <int kK>
+__device__ __forceinline__ TileChannel tile_channel(const DeltaRuleDeviceProblem& p, const Item& item, int at) {
+  TileChannel own{at / kK, at % kK, 0, 0.0f, 0.0f};
+  if (own.channel < p.head_dim_k) own.count = static_cast<int>(item.span.length) - kRows * own.tile;
+  if (p.gate_in_kernel) {
+    own.rate = gate_rate(p, item.head);
+    if (own.channel < p.head_dim_k) own.bias = gate_bias(p, item.head, own.channel);
+  }
+  return own;
+}
+
+// The offset of the channel's element of the first token.
+__device__ __forceinline__ int64_t start_of(const DeviceTensor& x, const Item& item, int head, const TileChannel& own) {
+  return row_offset(x, item.span.batch, item.span.begin + kRows * own.tile, head) + own.channel * x.strides[3];
+}
+
+// What the gate tensor holds; 0 where there is nothing.
+__device__ __forceinline__ void load_gates(const DeltaRuleDeviceProblem& p, const Item& item, const TileChannel& own,
+                                           float (&x)[kRows]) {
   with_type(p.g.dtype, [&](auto type) {
     constexpr DType kGate = decltype(type)::value;
-    const char* g = element_at(p.g.data, kGate, start(p.g, item.head));
+    const char* g = element_at(p.g.data, kGate, start_of(p.g, item, item.head, own));
+    const int64_t step = byte_offset(kGate, p.g.strides[1]);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      rows.x[i] = i < count ? load_float(g, kGate, i * p.g.strides[1]) : 0.0f;
-    }
+    for (int i = 0; i < kRows; ++i, g += step) x[i] = i < own.count ? load_float(g, kGate, 0) : 0.0f;
   });
+}
+
+// q or k, normalised.
+template <DType kType>
+__device__ __forceinline__ void load_keys(const DeviceTensor& x, const Item& item, const TileChannel& own,
+                                          const float* rstd, float (&values)[kRows]) {
+  const auto* from = static_cast<const uint16_t*>(x.data) + start_of(x, item, item.key_head, own);
+  const int64_t step = x.strides[1];
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const uint32_t q_bits = i < count ? q[i * p.q.strides[1]] : 0, k_bits = i < count ? k[i * p.k.strides[1]] : 0;
-    rows.q[i] = s.rstd_q[top + i] * decode(q_bits, kType);
-    rows.k[i] = s.rstd_k[top + i] * decode(k_bits, kType);
+  for (int i = 0; i < kRows; ++i, from += step) {
+    const uint32_t bits = i < own.count ? *from : 0;
+    values[i] = rstd[kRows * own.tile + i] * decode(bits, kType);
   }
 }
 
 // The walk over the pairs of a tile: dg, and in the tiles of sums dq, dk and the terms of dbeta.
 template <int kK>
-__device__ __forceinline__ void walk_pairs(Shared<kK>& s, int tile, int channel, const ChannelRows& rows,
-                                           const float (&decay)[kRows], float (&dg)[kRows]) {
+__device__ __forceinline__ void walk_pairs(Shared<kK>& s, const TileChannel& own, const float (&q)[kRows],
+                                           const float (&k)[kRows], const float (&decay)[kRows], float (&dg)[kRows]) {
   const SumTile<kK> query{s.query}, reader{s.reader}, writer{s.writer};
-  const Triangle &P = s.pairs.diagonal[kPairsOfP][tile], &A = s.pairs.diagonal[kPairsOfA][tile];
-  const int top = kRows * tile;
+  const Triangle &P = s.pairs.diagonal[kPairsOfP][own.tile], &A = s.pairs.diagonal[kPairsOfA][own.tile];
+  const int top = kRows * own.tile, channel = own.channel;
   float factor[kRows], dk[kRows];  // exp(gamma_i - gamma_j)
   float rise = 1;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const float q_i = rows.q[i], k_i = rows.k[i], beta_k = -s.beta[top + i] * k_i;
+    const float beta_k = -s.beta[top + i] * k[i];
     rise *= decay[i];
     float dq = rise * query.at(top + i, channel), read = rise * reader.at(top + i, channel);
-    float crossing = fmaf(beta_k, read, q_i * dq);  // the sum of M_ij' over j' < j, those before the tile among them
+    float crossing = fmaf(beta_k, read, q[i] * dq);  // the sum of M_ij' over j' < j, those before the tile among them
     float P_i[kRows], A_i[kRows];
     P.load(i, i + 1, P_i);
     A.load(i, i, A_i);
@@ -725,7 +759,7 @@ __device__ __forceinline__ void walk_pairs(Shared<kK>& s, int tile, int channel,
     for (int j = 0; j < i; ++j) {
       dg[j] += crossing;
       factor[j] *= decay[i];
-      const float key = factor[j] * rows.k[j], x = fmaf(A_i[j], beta_k, P_i[j] * q_i);
+      const float key = factor[j] * k[j], x = fmaf(A_i[j], beta_k, P_i[j] * q[i]);
       dq = fmaf(P_i[j], key, dq);
       read = fmaf(A_i[j], key, read);
       dk[j] = fmaf(factor[j], x, dk[j]);
@@ -733,52 +767,64 @@ __device__ __forceinline__ void walk_pairs(Shared<kK>& s, int tile, int channel,
     }
     dg[i] = crossing;
     factor[i] = 1;
-    dk[i] = fmaf(P_i[i], q_i, -s.beta[top + i] * read);
-    query.at(top + i, channel) = fmaf(P_i[i], k_i, dq);
-    reader.at(top + i, channel) = -k_i * read;
+    dk[i] = fmaf(P_i[i], q[i], -s.beta[top + i] * read);
+    query.at(top + i, channel) = fmaf(P_i[i], k[i], dq);
+    reader.at(top + i, channel) = -k[i] * read;
   }
-  float crossing = s.over[tile][channel];
+  float crossing = s.over[own.tile][channel];
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
     float& sum = writer.at(top + j, channel);
     const float write = factor[j] * sum;
     dg[j] += crossing;
-    crossing = fmaf(rows.k[j], write, crossing);
+    crossing = fmaf(k[j], write, crossing);
     sum = dk[j] + write;
   }
 }
 
 // From dg to the gradient of what the gate tensor holds, and the tile's share of the gate's parameters.
 template <int kK>
-__device__ __forceinline__ void store_gates(const GradientArgs& args, const Item& item, Shared<kK>& s, int tile,
-                                            int channel, float rate, float bias, const float (&x)[kRows],
-                                            const float (&dg)[kRows]) {
+__device__ __forceinline__ void store_gates(const GradientArgs& args, const Item& item, Shared<kK>& s,
+                                            const TileChannel& own, float (&dg)[kRows]) {
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
-  const int count = channel < p.head_dim_k ? static_cast<int>(item.span.length) - kRows * tile : 0;
   const DeviceTensor& out = args.dg;
-  const int64_t base =
-      row_offset(out, item.span.batch, item.span.begin + kRows * tile, item.head) + channel * out.strides[3];
+  const int64_t start = start_of(out, item, item.head, own);
   float bias_sum = 0, a_log_sum = 0;
+  with_gate_kind(p, [&](auto kind) {
+    constexpr GateKind kKind = decltype(kind)::value;
+    float x[kRows] = {};
+    if (kKind != GateKind::kGiven) load_gates(p, item, own, x);  // again: kept, they would cost registers
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    if (i >= count) continue;
-    const GateGradient d = gate_adjoint(p, x[i], rate, bias, dg[i]);
-    bias_sum += d.x;
-    a_log_sum += d.a_log;
-    if (out.present()) store_float(out.data, out.dtype, base + i * out.strides[1], d.x);
+    for (int i = 0; i < kRows; ++i) {
+      const GateGradient d = gate_adjoint<kKind>(p, x[i], own.rate, own.bias, dg[i]);
+      dg[i] = d.x;
+      bias_sum += i < own.count ? d.x : 0.0f;
+      a_log_sum += i < own.count ? d.a_log : 0.0f;
+    }
+  });
+  if (out.present()) {
+    with_type(out.dtype, [&](auto type) {
+      char* to = element_at(out.data, type.value, start);
+      const int64_t step = byte_offset(type.value, out.strides[1]);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i, to += step) {
+        if (i < own.count) store_float(to, type.value, 0, dg[i]);
+      }
+    });
   }
   if (args.parameter_parts == nullptr) return;
-  s.bias[tile][channel] = bias_sum;
+  s.bias[own.tile][own.channel] = bias_sum;
   a_log_sum = sum_over_lanes<kWarpSize>(a_log_sum);
-  if (channel % kWarpSize == 0) s.a_log[(tile * kK + channel) / kWarpSize] = a_log_sum;
+  if (own.channel % kWarpSize == 0) s.a_log[(own.tile * kK + own.channel) / kWarpSize] = a_log_sum;
 }
 
 // dg over the ranges of columns of a head: of all but the last, kept for the next.
 template <int kK>
-__device__ __forceinline__ void carry_gates(const GradientArgs& args, const Item& item, int tile, int channel,
+__device__ __forceinline__ void carry_gates(const GradientArgs& args, const Item& item, const TileChannel& own,
                                             float (&dg)[kRows]) {
   if (item.opens && item.closes) return;
-  float* slot = args.key_sums + ((blockIdx.x * int64_t{kKeySumsPerChannel} + 2) * kChunkRows + kRows * tile) * kK + channel;
+  const int64_t sums = blockIdx.x * int64_t{kKeySumsPerChannel} + 2;
+  float* slot = args.key_sums + (sums * kChunkRows + kRows * own.tile) * kK + own.channel;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     if (!item.opens) dg[i] += slot[i * kK];
@@ -787,21 +833,23 @@ __device__ __forceinline__ void carry_gates(const GradientArgs& args, const Item
 }
 
 template <DType kType, int kK>
-__device__ __forceinline__ void walk_tile(const GradientArgs& args, const Item& item, Shared<kK>& s, int tile,
-                                          int channel) {
+__device__ __forceinline__ void walk_tile(const GradientArgs& args, const Item& item, Shared<kK>& s, int at) {
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
-  const int count = channel < p.head_dim_k ? static_cast<int>(item.span.length) - kRows * tile : 0;
-  const bool has_bias = p.gate_in_kernel && channel < p.head_dim_k;
-  const float rate = p.gate_in_kernel ? gate_rate(p, item.head) : 0.0f;
-  const float bias = has_bias ? gate_bias(p, item.head, channel) : 0.0f;
-  ChannelRows rows;
-  load_channel<kType>(p, item, s, tile, channel, rows);
-  float decay[kRows], dg[kRows];
+  const TileChannel own = tile_channel<kK>(p, item, at);
+  float q[kRows], k[kRows], decay[kRows], dg[kRows];
+  load_gates(p, item, own, decay);
+  load_keys<kType>(p.q, item, own, s.rstd_q, q);
+  load_keys<kType>(p.k, item, own, s.rstd_k, k);
+  with_gate_kind(p, [&](auto kind) {
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) decay[i] = i < count ? decay_of(p, rows.x[i], rate, bias) : 1.0f;
-  walk_pairs(s, tile, channel, rows, decay, dg);
-  carry_gates<kK>(args, item, tile, channel, dg);
-  if (item.closes) store_gates(args, item, s, tile, channel, rate, bias, rows.x, dg);
+    for (int i = 0; i < kRows; ++i) {
+      const float value = decay_of<decltype(kind)::value>(p, decay[i], own.rate, own.bias);
+      decay[i] = i < own.count ? value : 1.0f;
+    }
+  });
+  walk_pairs(s, own, q, k, decay, dg);
+  carry_gates<kK>(args, item, own, dg);
+  if (item.closes) store_gates(args, item, s, own, dg);
 }
 
 // The chunk's share of dA_log and ddt_bias.
@@ -922,22 +970,33 @@ struct KeyRows {
   __device__ __forceinline__ void store(const DeviceTensor& out, bool vectors, const Sums& y) const {
     if (own.row >= item.span.length) return;
     const int K = args.chunk.problem.head_dim_k;
-    const int64_t base = row_offset(out, item.span.batch, item.span.begin + own.row, item.key_head);
+    const int64_t start = row_offset(out, item.span.batch, item.span.begin + own.row, item.key_head);
+    if (vectors) {
+      auto* to = static_cast<uint16_t*>(out.data) + start;
+#pragma unroll
+      for (int n = 0; n < Lanes::kEights; ++n) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) pairs[e] = pack<kType>(y[n][2 * e], y[n][2 * e + 1]);
+        if (own.channel(n) >= K) continue;
+        *reinterpret_cast<uint4*>(to + own.channel(n)) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      }
+      return;
+    }
 #pragma unroll
     for (int n = 0; n < Lanes::kEights; ++n) {
       const int channel = own.channel(n);
-      if (vectors) {
-        uint32_t words[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) words[e] = pack<kType>(y[n][2 * e], y[n][2 * e + 1]);
-        auto* to = reinterpret_cast<uint4*>(static_cast<uint16_t*>(out.data) + base + channel);
-        if (channel < K) *to = make_uint4(words[0], words[1], words[2], words[3]);
-        continue;
-      }
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
+      for (int e = 0; e < 8; e += 4) {
+        const int64_t offset = start + (channel + e) * out.strides[3];
         if (channel + e >= K) continue;
-        store_float(out.data, out.dtype, base + (channel + e) * out.strides[3], y[n][e]);
+        if (out.aligned_vec4) {
+          with_type(out.dtype, [&](auto type) {
+            store_vec4<type.value>(element_at(out.data, type.value, offset), &y[n][e]);
+          });
+        } else {
+          scatter_vec4(out.data, out.dtype, offset, out.strides[3], K - channel - e, &y[n][e]);
+        }
       }
     }
   }
@@ -1096,7 +1155,7 @@ struct Gradients {
     const Item& item = s.item;
 #pragma unroll 1
     for (int at = thread_index(); at < kTiles * kK; at += X::kThreads) {
-      walk_tile<kType>(args, item, s, at / kK, at % kK);
+      walk_tile<kType>(args, item, s, at);
     }
     __syncthreads();
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
