@@ -263,6 +263,8 @@ inline float exp2_approx(float x) {
   return y < 1.17549435e-38f ? 0.0f : y;
 }
 
+inline float log2_approx(float x) { return std::log2(std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x); }
+
 inline float rsqrt_approx(float x) {
   constexpr float kLeast = 1.17549435e-38f;
   return 1.0f / std::sqrt(std::fabs(x) < kLeast ? std::copysign(0.0f, x) : x);

@@ -9,9 +9,6 @@
 #include "cuda/delta_rule/parameter_sums.h"
 
 namespace fastweight::cuda::chunk_16bit {
-void launch_gradients_per_channel(const GradientArgs&, int, int64_t, const Context&) {}
-size_t gradients_per_channel_bytes(int) { return 0; }
-int gradients_per_channel_columns(int) { return 128; }
 namespace {
 
 ScanConfig back_config_of(const DeltaRuleBackwardProblem& problem) {
@@ -78,8 +75,8 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
   scratch.G = layout.take<uint16_t>(items * V * K);
   scratch.Y = layout.take<uint16_t>(items * V * kChunkRows);
   scratch.parameter_parts = layout.take<double>(parameter_sums(problem, chunk).count());
-  scratch.key_sums =
-      layout.take<float>(sums_keys(problem) ? gradient_blocks(problem, chunk.num_chunks) * 2 * kChunkRows * K : 0);
+  const int64_t key_sums = (has_decay_per_channel(problem) ? kKeySumsPerChannel : kKeySums) * kChunkRows * K;
+  scratch.key_sums = layout.take<float>(sums_keys(problem) ? gradient_blocks(problem, chunk.num_chunks) * key_sums : 0);
   return scratch;
 }
 
@@ -123,7 +120,6 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   const DType dtype = in.q.dtype;
   const bool other_d_o = problem.args.d_o.present() && problem.args.d_o.dtype != dtype;
   if ((dtype != DType::kBF16 && dtype != DType::kF16) || other_d_o) return "q, k, v and d_o must have one 16-bit type";
-  if (has_decay_per_channel(problem)) return "not yet";
   if (in.beta.rank == 4) return "beta must be a number per token";
   return lacks_shared_memory(least_bytes(problem), in.q.device.index);
 }
@@ -169,11 +165,11 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   if (args.chunk.num_chunks > 0) {
     const int64_t blocks = gradient_blocks(problem, args.chunk.num_chunks);
     if (config.per_channel) {
-      launch_gradients_per_channel(args, width, blocks, context);
-    } else if (bf16) {
-      launch_gradients_of<DType::kBF16>(args, width, blocks, context);
+      bf16 ? launch_gradients_per_channel<DType::kBF16>(args, width, blocks, context)
+           : launch_gradients_per_channel<DType::kF16>(args, width, blocks, context);
     } else {
-      launch_gradients_of<DType::kF16>(args, width, blocks, context);
+      bf16 ? launch_gradients_of<DType::kBF16>(args, width, blocks, context)
+           : launch_gradients_of<DType::kF16>(args, width, blocks, context);
     }
   }
   add_parameter_sums(sums, context);

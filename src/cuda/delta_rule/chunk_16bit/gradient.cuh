@@ -46,13 +46,15 @@ struct GradientArgs {
   // gate has no parameters.
   double* parameter_parts = nullptr;
 
-  // Where a block leaves the sum of dq and dk over the heads of a group and the ranges of value columns so far:
-  // [blocks][2][64][padded K]; absent where there is one head and one range.
+  // Where a block leaves the sum of dq and dk over the heads of a group and the ranges of value columns so far, and per
+  // channel that of dg over the ranges: [blocks][2 or 3][64][padded K]; absent where there is one head and one range.
   float* key_sums = nullptr;
 };
+inline constexpr int kKeySums = 2, kKeySumsPerChannel = 3;
 
 // One launch each over all chunks and key heads: dq, dk, dg, dbeta and parameter_parts. The number of blocks is that of
 // the key_sums.
+template <DType kType>
 void launch_gradients_per_channel(const GradientArgs& args, int padded_k, int64_t blocks, const Context& context);
 template <DType kType>
 void launch_gradients_of(const GradientArgs& args, int padded_k, int64_t blocks, const Context& context);
