@@ -11,6 +11,7 @@ constexpr Implementation<DeltaRuleForwardProblem> kForward[] = {
     {"recurrent", beyond_all_kernels, always, recurrent::forward},
 };
 constexpr Implementation<DeltaRuleBackwardProblem> kBackward[] = {
+    {"chunk_fp32", chunk_fp32::declines_backward, always, chunk_fp32::backward, chunk_fp32::config_text},
     {"recurrent", beyond_all_kernels, always, recurrent::backward},
 };
 constexpr Implementation<DeltaRuleStepProblem> kStep[] = {

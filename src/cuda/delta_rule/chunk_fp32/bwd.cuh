@@ -1,0 +1,72 @@
+// The backward in the chunk form with the accuracy of fp32: what its kernels share. For one tile of 16 tokens with the
+// state S before it and the gradient G of the state after it, in the symbols of docs/notation.md with k and q as the
+// norm leaves them:
+//
+//     R    = J bD                                  the forward again (bwd_states.cu)
+//
+//     dR   = sP^T d_o + w k G                      R is read by o and by S'
+//     Y    = J^T dR                                dv = beta Y
+//     dS   = e_n G + (scale e q)^T d_o - (beta e k)^T Y                      (bwd_scan.cu)
+//
+//     dsP  = lower(d_o R^T)                        dA = -slower(Y R^T)
+//     dq   = scale e (d_o S^T) + rows(scale dsP, k)
+//     read = -e (Y S^T) + rows(dA, k)              dbeta = Y . v + k . read
+//     dk   = beta read + cols(scale dsP, q) + cols(dA, beta k) + w (R G^T)
+//     dg_m = sum_{i >= m > j} M_ij + sum_{i >= m} a_i + sum_{j < m} b_j + e_n <S, G>     (bwd_gradients.cu)
+//
+//     rows(D, y)_i = sum_{j <= i} D_ij y_j exp(gamma_i - gamma_j)      M_ij = dsP_ij sP_ij + dA_ij A_ij
+//     cols(D, x)_j = sum_{i >= j} D_ij x_i exp(gamma_i - gamma_j)      b_j  = k_j . w_j (R G^T)_j
+//     a_i = q_i . scale e_i (d_o S^T)_i - k_i . beta_i e_i (Y S^T)_i
+//
+// dg has the terms that exp(g_m) multiplies and no others; per channel its inner products stay open. The first two
+// kernels go over the tiles of each sequence, forward and backward, and leave S, G, R and Y in scratch memory; the third
+// has all tiles at once.
+#pragma once
+
+#include "cuda/delta_rule/chunk_fp32/chunk.cuh"
+#include "cuda/delta_rule/parameter_sums.h"
+
+namespace fastweight::cuda::chunk_fp32 {
+
+// The tiles whose S and G are in scratch memory at a time: all of them, or tiles [first, first + count) of every
+// sequence, from the last segment to the first.
+struct Segment {
+  bool whole = true;
+  int64_t first = 0, count = 0;
+
+  // The end of the segment in a sequence of `tiles` tiles.
+  FW_HOST_DEVICE int64_t end(int64_t tiles) const { return whole || tiles < first + count ? tiles : first + count; }
+  // Where a tile's states are; `tile` is its number in the order of all tiles.
+  FW_HOST_DEVICE int64_t slot(int64_t sequence, int64_t position, int64_t tile) const {
+    return whole ? tile : sequence * count + position - first;
+  }
+};
+
+struct TileBackwardArgs {
+  // Without outputs. chunk_states are the states before runs of tiles, from which the states of all tiles are made
+  // again: those that the caller has saved, or those before the segments. Absent: a sequence is one run.
+  TileArgs tile;
+  Segment segment;
+  DeviceTensor d_o;             // [B, T, HV, V]; absent: 0
+  DeviceTensor R, Y;            // [B, T, HV, V] fp32, scratch memory
+  DeviceStates S, G;            // [slots, HV] matrices of fp32 with even rows along V, scratch memory
+  DeviceStates end_gradient;    // [N, HV] matrices: of the state after the segment; absent: 0
+  DeviceStates start_gradient;  // [N, HV] matrices: of the state before it; absent: not wanted
+  DeviceTensor dq, dk, dv, dg, dbeta;
+  ParameterSums sums;  // over tiles
+};
+
+// How many tiles of a sequence there are; offsets out of order may claim more than there is memory for.
+__device__ __forceinline__ int64_t tiles_of(const TileArgs& args, const SequenceSpan& span, int64_t first_tile) {
+  return max(min(chunks_of(span.length, kTileRows), args.num_tiles - first_tile), int64_t{0});
+}
+
+// The states before the runs of all sequences, to tile.chunk_states.
+void launch_run_starts(const TileBackwardArgs& args, const ScanConfig& config, const Context& context);
+// S and R of a segment's tiles; then their G and Y, and dv; then the other gradients.
+void launch_states(const TileBackwardArgs& args, const ScanConfig& config, const Context& context);
+void launch_gradient_scan(const TileBackwardArgs& args, const ScanConfig& config, const Context& context);
+void launch_gradients(const TileBackwardArgs& args, int padded_k, const Context& context);
+size_t gradients_bytes(int padded_k, bool per_channel);
+
+}  // namespace fastweight::cuda::chunk_fp32
