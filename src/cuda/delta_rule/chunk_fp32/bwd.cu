@@ -182,8 +182,8 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   if (problem.args.in.beta.rank == 4) return "beta per value channel has no common inverse";
   const int width = padded_k(problem.sizes.head_dim_k);
   const bool per_channel = has_decay_per_channel(problem);
-  const size_t bytes = std::max({factors_bytes(width, per_channel), scan_bytes(width, per_channel),
-                                 gradients_bytes(width, per_channel)});
+  const size_t bytes = std::max(
+      {factors_bytes(width, per_channel), scan_bytes(width, per_channel), gradients_bytes(width, per_channel)});
   return lacks_shared_memory(bytes, problem.args.in.q.device.index);
 }
 

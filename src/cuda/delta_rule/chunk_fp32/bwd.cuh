@@ -19,8 +19,8 @@
 //     a_i = q_i . scale e_i (d_o S^T)_i - k_i . beta_i e_i (Y S^T)_i
 //
 // dg has the terms that exp(g_m) multiplies and no others; per channel its inner products stay open. The first two
-// kernels go over the tiles of each sequence, forward and backward, and leave S, G, R and Y in scratch memory; the third
-// has all tiles at once.
+// kernels go over the tiles of each sequence, forward and backward, and leave S, G, R and Y in scratch memory; the
+// third has all tiles at once.
 #pragma once
 
 #include "cuda/delta_rule/chunk_fp32/chunk.cuh"

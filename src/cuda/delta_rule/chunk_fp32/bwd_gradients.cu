@@ -1,11 +1,12 @@
-// Backward in the chunk form with the accuracy of fp32: dq, dk, dg, dbeta and the tiles' sums for A_log and dt_bias, all
-// tiles at once. bwd.cuh has the equations.
+// Backward in the chunk form with the accuracy of fp32: dq, dk, dg, dbeta and the tiles' sums for A_log and dt_bias,
+// all tiles at once. bwd.cuh has the equations.
 //
 // A block has one (tile, key head) and takes the value heads of the group one after the other, so that dq and dk are
 // summed in order. Three steps:
 //
-//     products    d_o S^T, Y S^T and R G^T on tensor cores, in slices of 64 value columns: a warp has 16 channels, which
-//                 are the rows of its left operands S and G. d_o R^T and Y R^T, a share of the columns for each warp.
+//     products    d_o S^T, Y S^T and R G^T on tensor cores, in slices of 64 value columns: a warp has 16 channels,
+//                 which are the rows of its left operands S and G. d_o R^T and Y R^T, a share of the columns for each
+//                 warp.
 //     pairs       what is a number per pair of tokens: dsP and dA with their factors, M
 //     channels    a thread has one channel of all tokens, on one of two sides: that of the queries (dq, dg) or that of
 //                 the keys (dk, dbeta). On either side, with z = q or beta k and D = scale dsP or dA:
@@ -36,24 +37,26 @@ inline constexpr int kWarps = kK / 16;
 // Sums over the channels of a side, by token.
 enum RowSum { kReads, kWrites, kBeta, kAlong, kRowSums };
 
+// A number for each channel of all tokens, in rows that the C tiles of a warp are written to without conflicts.
 template <int kK>
-struct Shared {
-  static constexpr int kPitch = kK + 4;  // the C tiles of a warp are written without conflicts
-  using Rows = float[kTileRows][kPitch];
+using Rows = float[kTileRows][kK + 4];
 
+template <int kK, bool kPerChannel>
+struct Shared {
   alignas(128) float d_o[kTileRows * kSliceColumns];
   alignas(128) float Y[kTileRows * kSliceColumns];
   alignas(128) float R[kTileRows * kSliceColumns];
-  Rows reads[2];   // by side d_o S^T, Y S^T; then x; of the queries then column
-  Rows writes;     // R G^T; then w (R G^T); then the keys' share of dg
-  Rows sums[2];    // dq, dk: over the value heads so far
-  float overlap[kK];                         // <S, G> by channel
-  float pairs[2][kWarps<kK>][kSquare];       // d_o R^T and Y R^T of the warps' columns
-  alignas(16) float D[2][kSquare];           // by side
-  float M[kSquare];                          // one decay per head
+  Rows<kK> reads[2];                    // by side d_o S^T, Y S^T; then x; then row; of the queries then column
+  Rows<kK> writes;                      // R G^T; then w (R G^T); then the keys' share of dg
+  Rows<kK> sums[2];                     // dq, dk: over the value heads so far
+  float overlap[kK];                    // <S, G> by channel
+  float pairs[2][kWarps<kK>][kSquare];  // d_o R^T and Y R^T of the warps' columns
+  alignas(16) float D[2][kSquare];      // by side
+  float M[kSquare];                     // one decay per head
   float row_sums[kRowSums][kWarps<kK>][kTileRows];
   float overlap_sums[kWarps<kK>];
-  float decay[kTileRows], before[kTileRows], after[kTileRows];  // one per head: exp(g), e, w
+  float channel_decay[kPerChannel ? kTileRows : 1][kK + 4];     // exp(g)
+  float decay[kTileRows], before[kTileRows], after[kTileRows];  // one decay per head: exp(g), e, w
   float beta[kTileRows], rstd[2][kTileRows], y_dot_v[kTileRows];
   double da_log[kWarps<kK>];
 
@@ -111,8 +114,8 @@ __device__ __forceinline__ void load_left(const float* state, int64_t pitch, int
 }
 
 template <int kK>
-__device__ __forceinline__ void add_product(typename Shared<kK>::Rows& rows, const SplitSum (&sum)[2], bool first,
-                                            int channel, int lane) {
+__device__ __forceinline__ void add_product(Rows<kK>& rows, const SplitSum (&sum)[2], bool first, int channel,
+                                            int lane) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -124,9 +127,9 @@ __device__ __forceinline__ void add_product(typename Shared<kK>::Rows& rows, con
 }
 
 // The warp's channels of the three products with states, and <S, G>. Every lane adds to what itself has written.
-template <int kK>
+template <int kK, bool kPerChannel>
 __device__ __forceinline__ void multiply_states(const TileBackwardArgs& args, const Item& item, int first,
-                                                Shared<kK>& s, int warp, int lane, float (&overlap)[2]) {
+                                                Shared<kK, kPerChannel>& s, int warp, int lane, float (&overlap)[2]) {
   const DeltaRuleDeviceProblem& p = args.tile.problem;
   const int K = p.head_dim_k, V = p.head_dim_v, channel = 16 * warp;
   const auto state_of = [&](const DeviceStates& x) {
@@ -134,7 +137,7 @@ __device__ __forceinline__ void multiply_states(const TileBackwardArgs& args, co
   };
   const float *S = state_of(args.S), *G = state_of(args.G);
   SplitSum of_q[2], of_k[2], of_w[2];
-#pragma unroll 2
+#pragma unroll 1
   for (int m = 0; m < kSteps; ++m) {
     if (first + 8 * m >= V) break;
     float a[4], b[4];
@@ -192,9 +195,9 @@ __device__ __forceinline__ float multiply_values(const DeviceTensor& v, const It
   return sum;
 }
 
-template <int kK>
+template <int kK, bool kPerChannel>
 __device__ __forceinline__ void make_products(const TileBackwardArgs& args, const Item& item, const Place<kK>& at,
-                                              Shared<kK>& s) {
+                                              Shared<kK, kPerChannel>& s) {
   const DeltaRuleDeviceProblem& p = args.tile.problem;
   const int V = p.head_dim_v;
   float overlap[2] = {}, y_dot_v = 0;
@@ -225,14 +228,15 @@ __device__ __forceinline__ void make_products(const TileBackwardArgs& args, cons
 // Pairs ---------------------------------------------------------------------------------------------------------------
 
 // One decay per head: exp(g) of the tokens, and e and w.
-template <int kK>
-__device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, const Item& item, Shared<kK>& s) {
+template <int kK, bool kPerChannel>
+__device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, const Item& item,
+                                            Shared<kK, kPerChannel>& s) {
   const int row = threadIdx.x;
   if (row < kTileRows) {
     s.decay[row] = 1.0f;
     if (p.gate == Gate::kPerHead && row < item.rows) {
-      const float x = load_float(p.g.data, p.g.dtype,
-                                 row_offset(p.g, item.span.batch, item.span.begin + row, item.head));
+      const float x =
+          load_float(p.g.data, p.g.dtype, row_offset(p.g, item.span.batch, item.span.begin + row, item.head));
       const float rate = p.gate_in_kernel ? gate_rate(p, item.head) : 0.0f;
       const float bias = p.gate_in_kernel ? gate_bias(p, item.head, 0) : 0.0f;
       s.decay[row] = expf(log_decay(p, x, rate, bias));
@@ -250,7 +254,7 @@ __device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, con
 
 // D of both sides and M from the warps' shares. With one decay per head D has the decays between the tokens.
 template <int kK, bool kPerChannel>
-__device__ __forceinline__ void make_pairs(const TileBackwardArgs& args, const Item& item, Shared<kK>& s) {
+__device__ __forceinline__ void make_pairs(const TileBackwardArgs& args, const Item& item, Shared<kK, kPerChannel>& s) {
   const DeltaRuleDeviceProblem& p = args.tile.problem;
   const TileFactors& factors = args.tile.factors;
   for (int at = threadIdx.x; at < kSquare; at += kThreads<kK>) {
@@ -302,15 +306,16 @@ __device__ __forceinline__ float sum_tokens(const Column& x, int lane) {
   return one + __shfl_xor_sync(kAllLanes, one, 1);
 }
 
-template <int kK>
-__device__ __forceinline__ void send_row_sum(Shared<kK>& s, RowSum kind, const Column& x, const Place<kK>& at) {
+template <int kK, bool kPerChannel>
+__device__ __forceinline__ void send_row_sum(Shared<kK, kPerChannel>& s, RowSum kind, const Column& x,
+                                             const Place<kK>& at) {
   const float sum = sum_tokens(x, at.lane);
   if (at.lane % 2 == 0) s.row_sums[kind][at.warp][at.lane / 2] = sum;
 }
 
 // Over the warps of a side, in order.
-template <int kK>
-__device__ __forceinline__ float receive_row_sum(const Shared<kK>& s, RowSum kind, int side, int row) {
+template <int kK, bool kPerChannel>
+__device__ __forceinline__ float receive_row_sum(const Shared<kK, kPerChannel>& s, RowSum kind, int side, int row) {
   constexpr int kHalf = kWarps<kK> / 2;
   float sum = s.row_sums[kind][side * kHalf][row];
   for (int w = 1; w < kHalf; ++w) sum += s.row_sums[kind][side * kHalf + w][row];
@@ -321,19 +326,21 @@ __device__ __forceinline__ float receive_row_sum(const Shared<kK>& s, RowSum kin
 __device__ __forceinline__ void load_column(const DeviceTensor& x, const Item& item, int head, int channel, int width,
                                             Column& column) {
   const int64_t offset = row_offset(x, item.span.batch, item.span.begin, head) + channel * x.strides[3];
+  const int rows = channel < width ? item.rows : 0;
   with_type(x.dtype, [&](auto type) {
+    const char* from = element_at(x.data, type.value, offset);
+    const int64_t step = byte_offset(type.value, x.strides[1]);
 #pragma unroll
-    for (int i = 0; i < kTileRows; ++i) {
-      const bool inside = i < item.rows && channel < width;
-      column[i] = inside ? load_float(x.data, type.value, offset + i * x.strides[1]) : 0.0f;
+    for (int i = 0; i < kTileRows; ++i, from += step) {
+      column[i] = i < rows ? decode(load_bits(from, type.value), type.value) : 0.0f;
     }
   });
 }
 
 // Of q or k with its norm.
-template <int kK>
+template <int kK, bool kPerChannel>
 __device__ __forceinline__ void load_rows_of(const DeltaRuleDeviceProblem& p, int side, const Item& item, int channel,
-                                             const Shared<kK>& s, Column& x) {
+                                             const Shared<kK, kPerChannel>& s, Column& x) {
   load_column(side == kQueries ? p.q : p.k, item, item.key_head, channel, p.head_dim_k, x);
   if (!p.qk_l2norm) return;
 #pragma unroll
@@ -341,15 +348,17 @@ __device__ __forceinline__ void load_rows_of(const DeltaRuleDeviceProblem& p, in
 }
 
 // exp(g) of one channel; 1 where there is none.
+template <int kK>
 __device__ __forceinline__ void load_decay_column(const DeltaRuleDeviceProblem& p, const Item& item, int channel,
-                                                  Column& decay) {
+                                                  Rows<kK>& decays) {
   const bool inside = channel < p.head_dim_k;
-  load_column(p.g, item, item.head, channel, p.head_dim_k, decay);
   const float rate = p.gate_in_kernel ? gate_rate(p, item.head) : 0.0f;
   const float bias = p.gate_in_kernel && inside ? gate_bias(p, item.head, channel) : 0.0f;
+  Column x;
+  load_column(p.g, item, item.head, channel, p.head_dim_k, x);
 #pragma unroll
   for (int i = 0; i < kTileRows; ++i) {
-    decay[i] = inside && i < item.rows ? expf(log_decay(p, decay[i], rate, bias)) : 1.0f;
+    decays[i][channel] = inside && i < item.rows ? expf(log_decay(p, x[i], rate, bias)) : 1.0f;
   }
 }
 
@@ -357,13 +366,13 @@ __device__ __forceinline__ void load_decay_column(const DeltaRuleDeviceProblem& 
 // and per head to the row sums. x and w (R G^T) stay in shared memory.
 template <int kK, bool kPerChannel>
 __device__ __forceinline__ void scale_reads(const DeltaRuleDeviceProblem& p, const Place<kK>& at, const Column& k,
-                                            const Column& z, const Column& decay, Shared<kK>& s, Column& gates) {
+                                            const Column& z, Shared<kK, kPerChannel>& s, Column& gates) {
   const float factor = at.side == kQueries ? p.scale : -1.0f;
   float before = 1, after = 1, run = 0;
 #pragma unroll
   for (int i = 0; i < kTileRows; ++i) {
     float& x = s.reads[at.side][i][at.channel];
-    if constexpr (kPerChannel) before *= decay[i];
+    if constexpr (kPerChannel) before *= s.channel_decay[i][at.channel];
     x = factor * (kPerChannel ? before : s.before[i]) * x;
   }
   Column reads;
@@ -380,7 +389,7 @@ __device__ __forceinline__ void scale_reads(const DeltaRuleDeviceProblem& p, con
       float& x = s.writes[i][at.channel];
       x = (kPerChannel ? after : s.after[i]) * x;
       writes[i] = k[i] * x;
-      if constexpr (kPerChannel) after *= decay[i];
+      if constexpr (kPerChannel) after *= s.channel_decay[i][at.channel];
     }
     run = after * s.overlap[at.channel];
 #pragma unroll
@@ -399,23 +408,24 @@ __device__ __forceinline__ void scale_reads(const DeltaRuleDeviceProblem& p, con
   }
 }
 
-// rows(D, k) to x, which become the side's rows, and cols(D, z). Per channel the decay from j to i runs down the rows,
-// and the pairs' terms are added to `gates`: to gates_m those of i >= m > j.
+// rows(D, k) to x, which become the side's rows where they lie, and cols(D, z). Per channel the decay from j to i runs
+// down the rows, and the pairs' terms are added to `gates`: to gates_m those of i >= m > j.
 template <int kK, bool kPerChannel>
 __device__ __forceinline__ void multiply_by_pairs(const Place<kK>& at, const Column& k, const Column& z,
-                                                  const Column& decay, Shared<kK>& s, Column& rows, Column& columns,
-                                                  Column& gates) {
+                                                  Shared<kK, kPerChannel>& s, Column& columns, Column& gates) {
   const float* D = s.D[at.side];
   Column factor;
 #pragma unroll
   for (int i = 0; i < kTileRows; ++i) {
-    float row = s.reads[at.side][i][at.channel], crossing = 0;
+    float& x = s.reads[at.side][i][at.channel];
+    const float decay = kPerChannel ? s.channel_decay[kPerChannel ? i : 0][at.channel] : 1.0f;
+    float row = x, crossing = 0;
 #pragma unroll
     for (int j = 0; j < i; ++j) {
       const float d = D[i * kTileRows + j];
       if constexpr (kPerChannel) {
         gates[j] += crossing;
-        factor[j] *= decay[i];
+        factor[j] *= decay;
         const float term = factor[j] * (d * z[i]);
         row = fmaf(d, factor[j] * k[j], row);
         columns[j] += term;
@@ -427,7 +437,7 @@ __device__ __forceinline__ void multiply_by_pairs(const Place<kK>& at, const Col
     }
     const float diagonal = D[i * kTileRows + i];
     factor[i] = 1;
-    rows[i] = fmaf(diagonal, k[i], row);
+    x = fmaf(diagonal, k[i], row);
     columns[i] = diagonal * z[i];
     if constexpr (kPerChannel) gates[i] += crossing;
   }
@@ -437,9 +447,9 @@ __device__ __forceinline__ void multiply_by_pairs(const Place<kK>& at, const Col
 // to dq or dk without the other side's part, and `gates` its share of dg.
 template <int kK, bool kPerChannel>
 __device__ __forceinline__ void make_channels(const TileBackwardArgs& args, const Item& item, const Place<kK>& at,
-                                              Shared<kK>& s, Column& own, Column& gates) {
+                                              Shared<kK, kPerChannel>& s, Column& own, Column& gates) {
   const DeltaRuleDeviceProblem& p = args.tile.problem;
-  Column k, z, decay = {}, rows, columns;
+  Column k, z, columns;
   load_rows_of(p, kKeys, item, at.channel, s, k);
   if (at.side == kQueries) {
     load_rows_of(p, kQueries, item, at.channel, s, z);
@@ -447,13 +457,12 @@ __device__ __forceinline__ void make_channels(const TileBackwardArgs& args, cons
 #pragma unroll
     for (int i = 0; i < kTileRows; ++i) z[i] = s.beta[i] * k[i];
   }
-  if constexpr (kPerChannel) load_decay_column(p, item, at.channel, decay);
-  scale_reads<kK, kPerChannel>(p, at, k, z, decay, s, gates);
-  multiply_by_pairs<kK, kPerChannel>(at, k, z, decay, s, rows, columns, gates);
+  scale_reads<kK, kPerChannel>(p, at, k, z, s, gates);
+  multiply_by_pairs<kK, kPerChannel>(at, k, z, s, columns, gates);
   if (at.side == kQueries) {
 #pragma unroll
     for (int i = 0; i < kTileRows; ++i) {
-      own[i] = rows[i];
+      own[i] = s.reads[kQueries][i][at.channel];
       s.reads[kQueries][i][at.channel] = columns[i];
     }
     return;
@@ -461,8 +470,9 @@ __device__ __forceinline__ void make_channels(const TileBackwardArgs& args, cons
   Column products;
 #pragma unroll
   for (int i = 0; i < kTileRows; ++i) {
-    own[i] = fmaf(s.beta[i], rows[i], columns[i] + s.writes[i][at.channel]);
-    products[i] = k[i] * rows[i];
+    const float row = s.reads[kKeys][i][at.channel];
+    own[i] = fmaf(s.beta[i], row, columns[i] + s.writes[i][at.channel]);
+    products[i] = k[i] * row;
     if constexpr (kPerChannel) s.writes[i][at.channel] = gates[i];
   }
   send_row_sum(s, kBeta, products, at);
@@ -471,8 +481,8 @@ __device__ __forceinline__ void make_channels(const TileBackwardArgs& args, cons
 // Gradients of gates, beta and parameters -----------------------------------------------------------------------------
 
 // One decay per head: dg of token m.
-template <int kK>
-__device__ __forceinline__ float gate_gradient(const Shared<kK>& s, int m) {
+template <int kK, bool kPerChannel>
+__device__ __forceinline__ float gate_gradient(const Shared<kK, kPerChannel>& s, int m) {
   constexpr int kHalf = kWarps<kK> / 2;
   float crossing = 0, reads = 0, overlap = s.overlap_sums[kHalf];
   for (int i = m; i < kTileRows; ++i) {
@@ -509,9 +519,10 @@ __device__ __forceinline__ double sum_over_warp(double value) {
 }
 
 // Per channel: by the queries' side, which has the channel's gates of both sides after this.
-template <int kK>
+template <int kK, bool kPerChannel>
 __device__ __forceinline__ void finish_channel_gates(const TileBackwardArgs& args, const Item& item,
-                                                     const Place<kK>& at, const Column& gates, Shared<kK>& s) {
+                                                     const Place<kK>& at, const Column& gates,
+                                                     Shared<kK, kPerChannel>& s) {
   const DeltaRuleDeviceProblem& p = args.tile.problem;
   const bool inside = at.channel < p.head_dim_k;
   const float rate = p.gate_in_kernel ? gate_rate(p, item.head) : 0.0f;
@@ -530,8 +541,9 @@ __device__ __forceinline__ void finish_channel_gates(const TileBackwardArgs& arg
 }
 
 // One per head: by the first warp, a lane for a token. dbeta likewise.
-template <int kK>
-__device__ __forceinline__ void finish_tokens(const TileBackwardArgs& args, const Item& item, Shared<kK>& s) {
+template <int kK, bool kPerChannel>
+__device__ __forceinline__ void finish_tokens(const TileBackwardArgs& args, const Item& item,
+                                              Shared<kK, kPerChannel>& s) {
   const DeltaRuleDeviceProblem& p = args.tile.problem;
   const int row = threadIdx.x;
   const bool inside = row < item.rows;
@@ -562,11 +574,15 @@ __device__ __forceinline__ void finish_tokens(const TileBackwardArgs& args, cons
 // The gradients of one value head, dq and dk as far as they are sums.
 template <int kK, bool kPerChannel>
 __device__ __forceinline__ void run_head(const TileBackwardArgs& args, const Item& item, const Place<kK>& at,
-                                         Shared<kK>& s) {
+                                         Shared<kK, kPerChannel>& s) {
   const DeltaRuleDeviceProblem& p = args.tile.problem;
   if (threadIdx.x < kTileRows) s.beta[threadIdx.x] = chunk_beta(p, item.span, item.head, threadIdx.x);
   make_products(args, item, at, s);
-  if constexpr (!kPerChannel) load_decays(p, item, s);
+  if constexpr (kPerChannel) {
+    if (at.side == kQueries) load_decay_column<kK>(p, item, at.channel, s.channel_decay);
+  } else {
+    load_decays(p, item, s);
+  }
   __syncthreads();
   make_pairs<kK, kPerChannel>(args, item, s);
   __syncthreads();
@@ -593,9 +609,9 @@ __device__ __forceinline__ void run_head(const TileBackwardArgs& args, const Ite
 }
 
 // 1 / sqrt(sum x^2 + eps) of q, by the queries' side, and of k.
-template <int kK>
+template <int kK, bool kPerChannel>
 __device__ __forceinline__ void make_norms(const DeltaRuleDeviceProblem& p, const Item& item, const Place<kK>& at,
-                                           Shared<kK>& s) {
+                                           Shared<kK, kPerChannel>& s) {
   if (!p.qk_l2norm) return;
   Column x;
   load_column(at.side == kQueries ? p.q : p.k, item, item.key_head, at.channel, p.head_dim_k, x);
@@ -611,9 +627,9 @@ __device__ __forceinline__ void make_norms(const DeltaRuleDeviceProblem& p, cons
 }
 
 // dq and dk to the caller, through the norm.
-template <int kK>
+template <int kK, bool kPerChannel>
 __device__ __forceinline__ void store_keys(const TileBackwardArgs& args, const Item& item, const Place<kK>& at,
-                                           Shared<kK>& s) {
+                                           Shared<kK, kPerChannel>& s) {
   const DeltaRuleDeviceProblem& p = args.tile.problem;
   Column dy;
 #pragma unroll
@@ -632,8 +648,7 @@ __device__ __forceinline__ void store_keys(const TileBackwardArgs& args, const I
   }
   const DeviceTensor& out = at.side == kQueries ? args.dq : args.dk;
   if (!out.present() || at.channel >= p.head_dim_k) return;
-  const int64_t offset =
-      row_offset(out, item.span.batch, item.span.begin, item.key_head) + at.channel * out.strides[3];
+  const int64_t offset = row_offset(out, item.span.batch, item.span.begin, item.key_head) + at.channel * out.strides[3];
   with_type(out.dtype, [&](auto type) {
 #pragma unroll
     for (int i = 0; i < kTileRows; ++i) {
@@ -663,9 +678,9 @@ __device__ __forceinline__ Item tile_at(const TileBackwardArgs& args, int64_t at
 }
 
 template <int kK, bool kPerChannel>
-__global__ void __launch_bounds__(kThreads<kK>)
+__global__ void __launch_bounds__(kThreads<kK>, 512 / kThreads<kK>)
     tile_gradients_kernel(const __grid_constant__ TileBackwardArgs args, int64_t items) {
-  auto& s = dynamic_shared<Shared<kK>>();
+  auto& s = dynamic_shared<Shared<kK, kPerChannel>>();
   const DeltaRuleDeviceProblem& p = args.tile.problem;
   const Place<kK> at;
   const int key_heads = p.num_value_heads / p.group;
@@ -689,7 +704,8 @@ __global__ void __launch_bounds__(kThreads<kK>)
 
 size_t gradients_bytes(int padded_k, bool per_channel) {
   size_t bytes = 0;
-  with_padded_k_and_gate(padded_k, per_channel, [&]<int kK, bool kPerChannel>() { bytes = sizeof(Shared<kK>); });
+  with_padded_k_and_gate(padded_k, per_channel,
+                         [&]<int kK, bool kPerChannel>() { bytes = sizeof(Shared<kK, kPerChannel>); });
   return bytes;
 }
 
@@ -701,7 +717,8 @@ void launch_gradients(const TileBackwardArgs& args, int padded_k, const Context&
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, 1 << 30));
   with_padded_k_and_gate(padded_k, p.gate == Gate::kPerChannel, [&]<int kK, bool kPerChannel>() {
     launch<tile_gradients_kernel<kK, kPerChannel>>("delta_rule chunk_fp32 gradients", context,
-                                                   {blocks, kThreads<kK>, sizeof(Shared<kK>)}, args, items);
+                                                   {blocks, kThreads<kK>, sizeof(Shared<kK, kPerChannel>)}, args,
+                                                   items);
   });
 }
 

@@ -1,9 +1,10 @@
-// Backward in the chunk form with the accuracy of fp32: the scan over the tiles of a sequence from the last to the first,
-// which carries the gradient G of the state. bwd.cuh has the equations.
+// Backward in the chunk form with the accuracy of fp32: the scan over the tiles of a sequence from the last to the
+// first, which carries the gradient G of the state. bwd.cuh has the equations.
 //
-// As the forward's scan (scan.cu): a block has one (sequence, value head) and up to 64 value columns, a warp 16 of them,
-// everything on the value side is transposed, G^T [16 x K] stays in the warp's registers. What the chain from tile to
-// tile needs is k G, the two triangular products and the two products that make dS; Y, dv and G go to memory beside it.
+// As the forward's scan (scan.cu): a block has one (sequence, value head) and up to 64 value columns, a warp 16 of
+// them, everything on the value side is transposed, G^T [16 x K] stays in the warp's registers. What the chain from
+// tile to tile needs is k G, the two triangular products and the two products that make dS; Y, dv and G go to memory
+// beside it.
 #include <algorithm>
 
 #include "cuda/common/launch.h"

@@ -1,5 +1,5 @@
-// What the scans over the tiles of a sequence share, forward and backward: the operands of a tile in shared memory, rows
-// of values in registers, and the products of both with a state that is transposed, as scan.cu has it.
+// What the scans over the tiles of a sequence share, forward and backward: the operands of a tile in shared memory,
+// rows of values in registers, and the products of both with a state that is transposed, as scan.cu has it.
 #pragma once
 
 #include "cuda/delta_rule/chunk_fp32/chunk.cuh"

@@ -546,10 +546,10 @@ void launch_walk(const BackwardArgs& args, int first_range, int ranges, const Co
   with_places(p.head_dim_k, [&]<int kPlaces>() {
     size_t bytes = 0;
     const int lowest = lowest_kept<kPlaces>(args.chunked.chunk_size, context.device.index, bytes);
-    const LaunchShape shape{dim3(static_cast<unsigned>(ranges),
-                                 static_cast<unsigned>(std::min<int64_t>(p.num_value_heads, kMostBlocks)),
-                                 static_cast<unsigned>(std::min(p.sequences.count, kMostBlocks))),
-                            kThreads<kPlaces>, bytes};
+    const LaunchShape shape{
+        dim3(static_cast<unsigned>(ranges), static_cast<unsigned>(std::min<int64_t>(p.num_value_heads, kMostBlocks)),
+             static_cast<unsigned>(std::min(p.sequences.count, kMostBlocks))),
+        kThreads<kPlaces>, bytes};
     launch<recurrent_bwd_kernel<kPlaces>>("delta_rule recurrent backward", context, shape, args, first_range, lowest);
   });
 }
