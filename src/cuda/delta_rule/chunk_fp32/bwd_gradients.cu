@@ -137,15 +137,18 @@ __device__ __forceinline__ void multiply_states(const TileBackwardArgs& args, co
   };
   const float *S = state_of(args.S), *G = state_of(args.G);
   SplitSum of_q[2], of_k[2], of_w[2];
-#pragma unroll 1
-  for (int m = 0; m < kSteps; ++m) {
-    if (first + 8 * m >= V) break;
-    float a[4], b[4];
+  float a[4], b[4];
+  const auto load = [&](int m) {
     load_left(S, args.S.k_stride, channel, first + 8 * m, K, V, lane, a);
     load_left(G, args.G.k_stride, channel, first + 8 * m, K, V, lane, b);
+  };
+  load(0);
+#pragma unroll 1
+  for (int m = 0; m < kSteps; ++m) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) overlap[e / 2] = fmaf(a[e], b[e], overlap[e / 2]);
     const SplitTile left_S = split_tile(a), left_G = split_tile(b);
+    if (m + 1 < kSteps) load(m + 1);  // on its way during the products; zeros beyond V
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       multiply(of_q[n], left_S, s.tile_d_o().pair_along(n, m, lane));
