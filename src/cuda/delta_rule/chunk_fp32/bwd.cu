@@ -179,7 +179,7 @@ void run_segments(const DeltaRuleBackwardProblem& problem, float* carry, TileBac
 std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   const std::string reason = beyond_all_kernels(problem);
   if (!reason.empty()) return reason;
-  if (problem.args.in.beta.rank == 4) return "beta per value channel has no common inverse";
+  if (problem.args.in.beta.rank == 4) return "beta must be a number per token";
   const int width = padded_k(problem.sizes.head_dim_k);
   const bool per_channel = has_decay_per_channel(problem);
   const size_t bytes = std::max(
