@@ -2,9 +2,9 @@
 // launches. The kernels: factors.cu, bwd_states.cu, bwd_scan.cu, bwd_gradients.cu; bwd.cuh has the equations.
 //
 // The gradients of a tile need the state before it and the gradient of the state after it. Where those of all tiles
-// would take more than kSegmentBytes, the tiles go in segments of a sequence, the last segments of all sequences first:
-// a scan keeps the states before the segments, and each segment's states are made again from there. States are fp32 on
-// the way, so that the cut into segments does not show in the results.
+// would take more than kSegmentBytes, the tiles go in segments, the last one first: a scan keeps the states before the
+// segments, and each segment's states are made again from there. States are fp32 on the way, so that the cut into
+// segments does not show in the results.
 #include "cuda/delta_rule/chunk_fp32/bwd.cuh"
 
 #include <algorithm>
@@ -19,9 +19,8 @@
 namespace fastweight::cuda::chunk_fp32 {
 namespace {
 
-constexpr int64_t kSegmentBytes = int64_t{1} << 29;
-constexpr int64_t kLeastSegment = 64;  // tiles
-constexpr int64_t kSegmentStep = 4;    // tiles: the largest chunk
+constexpr int64_t kSegmentBytes = int64_t{1} << 30;
+constexpr int64_t kLeastSlice = 4;  // tiles, and slices are multiples of it: the largest chunk
 
 bool has_decay_per_channel(const DeltaRuleBackwardProblem& problem) {
   return problem.args.options.gate == Gate::kPerChannel;
@@ -41,65 +40,73 @@ int64_t state_size(const DeltaRuleSizes& sizes) {
   return sizes.num_value_heads * sizes.head_dim_k * even_width(sizes.head_dim_v);
 }
 
-// [.., HV] K-first matrices; `inner` along the axis before the heads.
-DeviceStates scratch_states(float* data, const DeltaRuleSizes& sizes, int64_t inner, bool has_outer) {
+// [slots, HV] K-first matrices
+DeviceStates scratch_states(float* data, const DeltaRuleSizes& sizes) {
   DeviceStates states;
   states.data = data;
   states.v_stride = 1;
   states.k_stride = even_width(sizes.head_dim_v);
-  int64_t* strides = states.outer_strides;
-  strides[has_outer ? 2 : 1] = sizes.head_dim_k * states.k_stride;
-  strides[has_outer ? 1 : 0] = state_size(sizes);
-  if (has_outer) strides[0] = inner * state_size(sizes);
+  states.outer_strides[1] = sizes.head_dim_k * states.k_stride;
+  states.outer_strides[0] = state_size(sizes);
   return states;
 }
 
-// The segment that is computed last, or all tiles.
-Segment first_segment(const DeltaRuleSizes& sizes, int64_t num_tiles) {
-  const int64_t bytes = 2 * state_size(sizes) * static_cast<int64_t>(sizeof(float));
-  const int64_t sequences = std::max<int64_t>(sizes.num_sequences, 1);
-  const int64_t count = std::max(kSegmentBytes / bytes / sequences, kLeastSegment) / kSegmentStep * kSegmentStep;
+// The first segment of a problem.
+Segment first_segment(const DeltaRuleBackwardProblem& problem, int64_t num_tiles) {
+  const DeltaRuleSizes& sizes = problem.sizes;
+  const int64_t fitting = kSegmentBytes / (2 * state_size(sizes) * static_cast<int64_t>(sizeof(float)));
   Segment segment;
-  segment.whole = count * sequences >= num_tiles;
-  segment.count = segment.whole ? 0 : count;
+  if (num_tiles <= fitting) return segment;
+  if (problem.args.in.cu_seqlens.present()) {
+    segment.kind = Segment::kRange;
+    segment.count = std::max<int64_t>(fitting, 1);
+    return segment;
+  }
+  const int64_t tiles = chunks_of(sizes.tokens, kTileRows);
+  const int64_t count = std::max(fitting / sizes.num_sequences / kLeastSlice, int64_t{1}) * kLeastSlice;
+  if (count >= tiles) return segment;
+  segment.kind = Segment::kSlice;
+  segment.count = count;
+  segment.slices = chunks_of(tiles, count);
   return segment;
 }
 
+int64_t num_segments(const TileBackwardArgs& args) {
+  const Segment& segment = args.segment;
+  return segment.kind == Segment::kRange ? chunks_of(args.tile.num_tiles, segment.count) : segment.slices;
+}
+
 struct Scratch {
-  int64_t *first_tile, *first_run;
+  int64_t *first_tile, *first_chunk;
   TileFactors factors;
   float *R, *Y, *S, *G;
-  float *run_starts, *carry;
+  float *starts, *carry[2];
   double* sums;
 };
-
-// How many runs of tiles there are along the run axis of a batch row.
-int64_t num_runs(const DeltaRuleBackwardProblem& problem, int64_t tokens) {
-  const DeltaRuleSizes& sizes = problem.sizes;
-  if (!problem.args.in.cu_seqlens.present()) return chunks_of(sizes.tokens, tokens);
-  return max_chunks(device_sequences(problem.args.in.cu_seqlens, sizes.num_sequences, sizes.tokens), tokens);
-}
 
 // The layout of the scratch memory of a call.
 Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& problem, const TileBackwardArgs& args) {
   const DeltaRuleSizes& sizes = problem.sizes;
-  const bool packed = problem.args.in.cu_seqlens.present(), given = problem.args.chunk_states.present();
   const Segment& segment = args.segment;
-  const int64_t starts = packed ? sizes.num_sequences + 1 : 0;
+  const bool whole = segment.kind == Segment::kWhole, slice = segment.kind == Segment::kSlice;
+  const int64_t sequences = problem.args.in.cu_seqlens.present() ? sizes.num_sequences + 1 : 0;
   const int64_t rows = sizes.batch * sizes.tokens * sizes.num_value_heads * sizes.head_dim_v;
-  const int64_t slots = segment.whole ? args.tile.num_tiles : sizes.num_sequences * segment.count;
-  const int64_t runs = segment.whole || given ? 0 : sizes.batch * args.tile.state_chunks;
+  const int64_t slots = whole ? args.tile.num_tiles : slice ? sizes.num_sequences * segment.count : segment.count;
+  const int64_t starts = slice ? sizes.num_sequences * segment.slices : num_segments(args);
+  const auto take_states = [&](int64_t count) { return layout.take<float>(count * state_size(sizes)); };
   Scratch scratch;
-  scratch.first_tile = layout.take<int64_t>(starts);
-  scratch.first_run = layout.take<int64_t>(args.tile.chunked.chunk_size > 0 ? starts : 0);
+  scratch.first_tile = layout.take<int64_t>(sequences);
+  scratch.first_chunk = layout.take<int64_t>(args.tile.chunk_states.present() ? sequences : 0);
   scratch.factors = take_factors(layout, args.tile.num_tiles * sizes.num_value_heads, padded_k(sizes.head_dim_k),
                                  has_decay_per_channel(problem), problem.args.options.gate == Gate::kPerHead);
   scratch.R = layout.take<float>(rows);
   scratch.Y = layout.take<float>(rows);
-  scratch.S = layout.take<float>(slots * state_size(sizes));
-  scratch.G = layout.take<float>(slots * state_size(sizes));
-  scratch.run_starts = layout.take<float>(runs * state_size(sizes));
-  scratch.carry = layout.take<float>(segment.whole ? 0 : sizes.num_sequences * state_size(sizes));
+  scratch.S = take_states(slots);
+  scratch.G = take_states(slots);
+  scratch.starts = take_states(whole || args.tile.chunk_states.present() ? 0 : starts);
+  // In a range the sequence that reads one may be another than the one that writes.
+  scratch.carry[0] = take_states(whole ? 0 : slice ? sizes.num_sequences : 1);
+  scratch.carry[1] = slice ? scratch.carry[0] : take_states(whole ? 0 : 1);
   scratch.sums = layout.take<double>(args.sums.count());
   return scratch;
 }
@@ -112,16 +119,17 @@ TileBackwardArgs args_of(const DeltaRuleBackwardProblem& problem) {
   TileArgs& tile = args.tile;
   tile.problem = device_problem(problem);
   tile.initial_state = device_states(call.in.initial_state, v_first);
-  tile.chunk_states = device_states(call.chunk_states, v_first);
   tile.tiles.sequences = tile.chunked.sequences = tile.problem.sequences;
   tile.tiles.chunk_size = kTileRows;
   tile.num_tiles = max_chunks(tile.problem.sequences, kTileRows);
-  args.segment = first_segment(problem.sizes, tile.num_tiles);
-  tile.chunked.chunk_size = call.chunk_states.present() ? call.options.chunk_size : args.segment.count * kTileRows;
-  tile.state_chunks = call.chunk_states.present() ? problem.sizes.num_chunks
-                      : args.segment.whole        ? 0
-                                                  : num_runs(problem, tile.chunked.chunk_size);
+  args.segment = first_segment(problem, tile.num_tiles);
+  tile.chunked.chunk_size = call.options.chunk_size;
+  // A range of packed sequences may begin within a chunk.
+  if (args.segment.kind != Segment::kRange) tile.chunk_states = device_states(call.chunk_states, v_first);
+  tile.state_chunks = problem.sizes.num_chunks;
   args.d_o = device_tensor(call.d_o);
+  args.d_final_state = device_states(call.d_final_state, v_first);
+  args.d_initial_state = device_states(call.d_initial_state, v_first);
   args.dq = device_tensor(call.dq);
   args.dk = device_tensor(call.dk);
   args.dv = device_tensor(call.dv);
@@ -141,37 +149,14 @@ DeviceTensor scratch_values(float* data, const DeltaRuleSizes& sizes) {
   return device_tensor(view);
 }
 
-void place(const DeltaRuleBackwardProblem& problem, const Scratch& scratch, TileBackwardArgs& args) {
-  const DeltaRuleSizes& sizes = problem.sizes;
-  TileArgs& tile = args.tile;
-  tile.factors = scratch.factors;
+void place(const DeltaRuleSizes& sizes, const Scratch& scratch, TileBackwardArgs& args) {
+  args.tile.factors = scratch.factors;
   args.R = scratch_values(scratch.R, sizes);
   args.Y = scratch_values(scratch.Y, sizes);
-  args.S = scratch_states(scratch.S, sizes, 0, false);
-  args.G = scratch_states(scratch.G, sizes, 0, false);
+  args.S = scratch_states(scratch.S, sizes);
+  args.G = scratch_states(scratch.G, sizes);
+  args.starts = scratch_states(scratch.starts, sizes);
   args.sums.parts = scratch.sums;
-  if (!args.segment.whole && !tile.chunk_states.present()) {
-    tile.chunk_states = scratch_states(scratch.run_starts, sizes, tile.state_chunks, true);
-  }
-}
-
-// From the last segment to the first, with the gradient of the state between them in scratch memory.
-void run_segments(const DeltaRuleBackwardProblem& problem, float* carry, TileBackwardArgs& args,
-                  const ScanConfig& config, const Context& context) {
-  const DeltaRuleBackward& call = problem.args;
-  const DeviceStates between = scratch_states(carry, problem.sizes, 0, false);
-  const DeviceStates d_final_state = device_states(call.d_final_state, call.options.state_v_first);
-  const DeviceStates d_initial_state = device_states(call.d_initial_state, call.options.state_v_first);
-  const int64_t tiles = chunks_of(problem.sizes.tokens, kTileRows);
-  const int64_t segments = args.segment.whole ? 1 : chunks_of(tiles, args.segment.count);
-  for (int64_t i = segments - 1; i >= 0; --i) {
-    args.segment.first = i * args.segment.count;
-    args.end_gradient = i == segments - 1 ? d_final_state : between;
-    args.start_gradient = i == 0 ? d_initial_state : between;
-    launch_states(args, config, context);
-    launch_gradient_scan(args, config, context);
-    launch_gradients(args, config.padded_k, context);
-  }
 }
 
 }  // namespace
@@ -196,22 +181,27 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   const DeviceWorkspace workspace(context, measure.bytes());
   ScratchLayout layout(workspace.data());
   const Scratch scratch = take_scratch(layout, problem, args);
-  const bool given = args.tile.chunk_states.present();
-  place(problem, scratch, args);
+  place(problem.sizes, scratch, args);
   TileArgs& tile = args.tile;
+  const bool given = tile.chunk_states.present();
   if (problem.args.in.cu_seqlens.present()) {
     build_first_chunks(tile.problem.sequences, kTileRows, scratch.first_tile, context);
     tile.tiles.first_chunk = args.sums.chunked.first_chunk = scratch.first_tile;
-    if (tile.chunk_states.present()) {
-      build_first_chunks(tile.problem.sequences, tile.chunked.chunk_size, scratch.first_run, context);
-      tile.chunked.first_chunk = scratch.first_run;
-    }
+    if (given) build_first_chunks(tile.problem.sequences, tile.chunked.chunk_size, scratch.first_chunk, context);
+    if (given) tile.chunked.first_chunk = scratch.first_chunk;
   }
 
   const ScanConfig config = config_of(problem);
   if (tile.num_tiles > 0) launch_factors(tile, config.padded_k, context);
-  if (!args.segment.whole && !given) launch_run_starts(args, config, context);
-  run_segments(problem, scratch.carry, args, config, context);
+  if (args.segment.kind != Segment::kWhole && !given) launch_starts(args, config, context);
+  for (int64_t i = num_segments(args) - 1; i >= 0; --i) {
+    args.segment.first = i * args.segment.count;
+    args.carry_in = scratch_states(scratch.carry[(i + 1) % 2], problem.sizes);
+    args.carry_out = scratch_states(scratch.carry[i % 2], problem.sizes);
+    launch_states(args, config, context);
+    launch_gradient_scan(args, config, context);
+    launch_gradients(args, config.padded_k, context);
+  }
   add_parameter_sums(args.sums, context);
 }
 

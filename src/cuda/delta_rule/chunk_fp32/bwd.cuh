@@ -28,30 +28,49 @@
 
 namespace fastweight::cuda::chunk_fp32 {
 
-// The tiles whose S and G are in scratch memory at a time: all of them, or tiles [first, first + count) of every
-// sequence, from the last segment to the first.
+// The tiles whose S and G are in scratch memory at a time: all of them; or of sequences of one length a slice, tiles
+// [first, first + count) of each; or of packed sequences, whose lengths the host does not know, tiles [first, first +
+// count) in the order of all tiles.
 struct Segment {
-  bool whole = true;
-  int64_t first = 0, count = 0;
+  enum Kind { kWhole, kSlice, kRange };
 
-  // The end of the segment in a sequence of `tiles` tiles.
-  FW_HOST_DEVICE int64_t end(int64_t tiles) const { return whole || tiles < first + count ? tiles : first + count; }
+  Kind kind = kWhole;
+  int64_t first = 0, count = 0;
+  int64_t slices = 1;  // of a sequence
+
+  // Tiles [begin, end) of a sequence of `tiles` tiles, of which the first is first_tile in the order of all.
+  struct Share {
+    int64_t begin, end;
+  };
+  FW_HOST_DEVICE Share share(int64_t tiles, int64_t first_tile) const {
+    if (kind == kWhole) return {0, tiles};
+    const int64_t begin = kind == kSlice ? first : first - first_tile;
+    return {clamped(begin, 0, tiles), clamped(begin + count, 0, tiles)};
+  }
   // Where a tile's states are; `tile` is its number in the order of all tiles.
   FW_HOST_DEVICE int64_t slot(int64_t sequence, int64_t position, int64_t tile) const {
-    return whole ? tile : sequence * count + position - first;
+    return kind == kWhole ? tile : kind == kSlice ? sequence * count + position - first : tile - first;
   }
+  // Whether a segment begins with the tile, and where the state before that segment is.
+  FW_HOST_DEVICE bool begins_with(int64_t position, int64_t tile) const {
+    return kind != kWhole && (kind == kSlice ? position : tile) % count == 0;
+  }
+  FW_HOST_DEVICE int64_t start_slot(int64_t sequence, int64_t position, int64_t tile) const {
+    return kind == kSlice ? sequence * slices + position / count : tile / count;
+  }
+  // Where the gradient of a state between two segments is: in a range at most one sequence goes on in the next.
+  FW_HOST_DEVICE int64_t carry_slot(int64_t sequence) const { return kind == kSlice ? sequence : 0; }
 };
 
 struct TileBackwardArgs {
-  // Without outputs. chunk_states are the states before runs of tiles, from which the states of all tiles are made
-  // again: those that the caller has saved, or those before the segments. Absent: a sequence is one run.
-  TileArgs tile;
+  TileArgs tile;  // without outputs; chunk_states: given by the caller, and used
   Segment segment;
-  DeviceTensor d_o;             // [B, T, HV, V]; absent: 0
-  DeviceTensor R, Y;            // [B, T, HV, V] fp32, scratch memory
-  DeviceStates S, G;            // [slots, HV] matrices of fp32 with even rows along V, scratch memory
-  DeviceStates end_gradient;    // [N, HV] matrices: of the state after the segment; absent: 0
-  DeviceStates start_gradient;  // [N, HV] matrices: of the state before it; absent: not wanted
+  DeviceTensor d_o;                  // [B, T, HV, V]; absent: 0
+  DeviceTensor R, Y;                 // [B, T, HV, V] fp32, scratch memory
+  DeviceStates S, G;                 // [slots, HV] matrices of fp32 with even rows along V, scratch memory
+  DeviceStates starts;               // [start slots, HV] matrices before the segments, scratch memory
+  DeviceStates carry_in, carry_out;  // [carry slots, HV] matrices: gradients after and before the segment
+  DeviceStates d_final_state, d_initial_state;
   DeviceTensor dq, dk, dv, dg, dbeta;
   ParameterSums sums;  // over tiles
 };
@@ -61,8 +80,8 @@ __device__ __forceinline__ int64_t tiles_of(const TileArgs& args, const Sequence
   return max(min(chunks_of(span.length, kTileRows), args.num_tiles - first_tile), int64_t{0});
 }
 
-// The states before the runs of all sequences, to tile.chunk_states.
-void launch_run_starts(const TileBackwardArgs& args, const ScanConfig& config, const Context& context);
+// The states before all segments.
+void launch_starts(const TileBackwardArgs& args, const ScanConfig& config, const Context& context);
 // S and R of a segment's tiles; then their G and Y, and dv; then the other gradients.
 void launch_states(const TileBackwardArgs& args, const ScanConfig& config, const Context& context);
 void launch_gradient_scan(const TileBackwardArgs& args, const ScanConfig& config, const Context& context);

@@ -664,18 +664,16 @@ __device__ __forceinline__ void store_keys(const TileBackwardArgs& args, const I
 __device__ __forceinline__ Item tile_at(const TileBackwardArgs& args, int64_t at, bool& ended) {
   const TileArgs& tile = args.tile;
   const Segment& segment = args.segment;
+  const int64_t each = chunks_of(tile.problem.sequences.tokens, kTileRows);  // in sequences of one length
   Item item{};
-  item.tile = item.slot = at;
-  if (!segment.whole) {
-    const int64_t sequence = at / segment.count, position = segment.first + at % segment.count;
-    const SequenceSpan span = sequence_at(tile.problem.sequences, sequence);
-    const int64_t first = tile.tiles.first_chunk == nullptr
-                              ? sequence * chunks_of(tile.problem.sequences.tokens, kTileRows)
-                              : tile.tiles.first_chunk[sequence];
-    item.tile = position < tiles_of(tile, span, first) ? first + position : -1;
+  item.slot = at;
+  item.tile = segment.first + at;
+  if (segment.kind == Segment::kSlice) {
+    const int64_t position = segment.first + at % segment.count;
+    item.tile = position < each ? at / segment.count * each + position : tile.num_tiles;
   }
-  if (item.tile >= 0) item.span = chunk_at(tile.tiles, item.tile);
-  ended = segment.whole && item.span.sequence < 0;
+  if (item.tile < tile.num_tiles) item.span = chunk_at(tile.tiles, item.tile);
+  ended = segment.kind != Segment::kSlice && item.span.sequence < 0;
   item.rows = static_cast<int>(item.span.length);
   return item;
 }
@@ -714,7 +712,10 @@ size_t gradients_bytes(int padded_k, bool per_channel) {
 
 void launch_gradients(const TileBackwardArgs& args, int padded_k, const Context& context) {
   const DeltaRuleDeviceProblem& p = args.tile.problem;
-  const int64_t tiles = args.segment.whole ? args.tile.num_tiles : p.sequences.count * args.segment.count;
+  const Segment& segment = args.segment;
+  const int64_t tiles = segment.kind == Segment::kWhole   ? args.tile.num_tiles
+                        : segment.kind == Segment::kSlice ? p.sequences.count * segment.count
+                                                          : segment.count;
   const int64_t items = tiles * (p.num_value_heads / p.group);
   if (items == 0) return;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, 1 << 30));

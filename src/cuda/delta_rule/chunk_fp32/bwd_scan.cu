@@ -116,6 +116,20 @@ __device__ __forceinline__ void retreat(const TileBackwardArgs& args, const Sequ
   store_values(args.dv, rows_of(args.dv), lane, Y);
 }
 
+// Where the gradient of the state after the share of a sequence is, and where that of the state before it goes: at the
+// ends of the sequence the caller's, else carried from segment to segment. An empty sequence belongs to the first one.
+template <bool kEnd>
+__device__ __forceinline__ StateAddress gradient_address(const TileBackwardArgs& args, const ScanPart& part,
+                                                         const Segment::Share& share, int64_t tiles) {
+  const bool at_end = share.end == tiles, at_start = share.begin == 0;
+  const bool callers = kEnd ? at_end : at_start;
+  const DeviceStates states =
+      callers ? (kEnd ? args.d_final_state : args.d_initial_state) : (kEnd ? args.carry_in : args.carry_out);
+  const int64_t slot = callers ? part.sequence : args.segment.carry_slot(part.sequence);
+  const bool has_share = share.begin < share.end || (tiles == 0 && args.segment.first == 0);
+  return {states, slot * states.outer_strides[0] + part.head * states.outer_strides[1], has_share && states.present()};
+}
+
 // The state is written in one place of the code, which its compile time asks for.
 template <int kK, bool kPerChannel>
 __device__ __forceinline__ void run_part(const TileBackwardArgs& args, const ScanPart& part,
@@ -125,28 +139,28 @@ __device__ __forceinline__ void run_part(const TileBackwardArgs& args, const Sca
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int K = p.head_dim_k, V = p.head_dim_v, column = part.column + kTileColumns * warp;
   const SequenceSpan span = sequence_at(p.sequences, part.sequence);
-  const int64_t first = args.segment.first, end = args.segment.end(tiles_of(tile, span, part.first_chunk));
-  if (end > first) load_stage(tile, part, span, end - 1, stage[(end - 1) % 2]);
+  const int64_t tiles = tiles_of(tile, span, part.first_chunk);
+  const Segment::Share share = args.segment.share(tiles, part.first_chunk);
+  if (share.end > share.begin) load_stage(tile, part, span, share.end - 1, stage[(share.end - 1) % 2]);
   commit_copies();
 
   float G[kK / 8][4] = {};
-  if (args.end_gradient.present()) {
-    load_state<kK>(args.end_gradient, state_offset(args.end_gradient, part), column, K, V, lane, G);
-  }
+  const StateAddress end = gradient_address<true>(args, part, share, tiles);
+  if (end.exists) load_state<kK>(end.states, end.offset, column, K, V, lane, G);
 #pragma unroll 1
-  for (int64_t c = end - 1;; --c) {
-    const bool last = c < first;
-    if (!last || args.start_gradient.present()) {
-      const DeviceStates states = last ? args.start_gradient : args.G;
-      const int64_t slot = last ? part.sequence : args.segment.slot(part.sequence, c, part.first_chunk + c);
-      store_state<kK>(states, slot * states.outer_strides[0] + part.head * states.outer_strides[1], column, K, V, lane,
-                      G);
+  for (int64_t c = share.end - 1;; --c) {
+    const bool last = c < share.begin;
+    StateAddress place = gradient_address<false>(args, part, share, tiles);
+    if (!last) {
+      const int64_t slot = args.segment.slot(part.sequence, c, part.first_chunk + c);
+      place = {args.G, slot * args.G.outer_strides[0] + part.head * args.G.outer_strides[1], true};
     }
+    if (place.exists) store_state<kK>(place.states, place.offset, column, K, V, lane, G);
     if (last) return;
     // After the barrier everybody's part of this tile is there, and nobody reads the last tile's stage any more.
     wait_copies<0>();
     __syncthreads();
-    if (c > first) load_stage(tile, part, span, c - 1, stage[(c - 1) % 2]);
+    if (c > share.begin) load_stage(tile, part, span, c - 1, stage[(c - 1) % 2]);
     commit_copies();
     if (column < V) retreat(args, span, part, c, column, stage[c % 2], lane, G);
   }
