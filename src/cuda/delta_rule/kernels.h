@@ -29,8 +29,11 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context);
 // Tensor cores with the accuracy of fp32.
 namespace chunk_fp32 {
 std::string declines_forward(const DeltaRuleForwardProblem& problem);
+std::string declines_backward(const DeltaRuleBackwardProblem& problem);
 std::string config_text(const DeltaRuleForwardProblem& problem);
+std::string config_text(const DeltaRuleBackwardProblem& problem);
 void forward(const DeltaRuleForwardProblem& problem, const Context& context);
+void backward(const DeltaRuleBackwardProblem& problem, const Context& context);
 }  // namespace chunk_fp32
 
 // Token by token.

@@ -12,6 +12,7 @@ constexpr Implementation<DeltaRuleForwardProblem> kForward[] = {
 };
 constexpr Implementation<DeltaRuleBackwardProblem> kBackward[] = {
     {"chunk_16bit", chunk_16bit::declines_backward, always, chunk_16bit::backward, chunk_16bit::config_text},
+    {"chunk_fp32", chunk_fp32::declines_backward, always, chunk_fp32::backward, chunk_fp32::config_text},
     {"recurrent", beyond_all_kernels, always, recurrent::backward},
 };
 constexpr Implementation<DeltaRuleStepProblem> kStep[] = {

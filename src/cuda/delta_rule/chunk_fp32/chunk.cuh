@@ -7,6 +7,7 @@
 // never a difference of sums and never divided by: a gate of -1000 is a factor of 0 and costs its neighbours no digits.
 #pragma once
 
+#include "core/workspace.h"
 #include "cuda/common/split.cuh"
 #include "cuda/common/unit_lower.cuh"
 #include "cuda/common/warp.cuh"
@@ -23,11 +24,25 @@ inline constexpr int kTokenFactors = 4;
 struct TileFactors {
   float* J = nullptr;      // [tiles][HV][16][16]; beta per value channel: A without beta, which is not inverted
   float* sP = nullptr;     // [tiles][HV][16][16]
+  float* A = nullptr;      // [tiles][HV][16][16], of the backward with one decay per head; else not kept
   float* token = nullptr;  // [tiles][HV][4][16], by TokenFactor
   float* total = nullptr;  // [tiles][HV][total_width]: e_n, per channel or once
   float* keys = nullptr;   // per channel [tiles][HV][3][16][padded K], by KeyCopy
   int total_width = 4;     // padded K per channel, else 4 of which the first counts
 };
+
+// Takes the factors of so many (tile, value head) pairs.
+inline TileFactors take_factors(ScratchLayout& layout, int64_t items, int padded_k, bool per_channel, bool with_A) {
+  TileFactors factors;
+  factors.total_width = per_channel ? padded_k : 4;
+  factors.J = layout.take<float>(items * kSquare);
+  factors.sP = layout.take<float>(items * kSquare);
+  if (with_A) factors.A = layout.take<float>(items * kSquare);
+  factors.token = layout.take<float>(items * kTokenFactors * kTileRows);
+  factors.total = layout.take<float>(items * factors.total_width);
+  factors.keys = layout.take<float>(per_channel ? items * kKeyCopies * kTileRows * padded_k : 0);
+  return factors;
+}
 
 struct TileArgs {
   DeltaRuleDeviceProblem problem;

@@ -162,6 +162,7 @@ __device__ __forceinline__ void make_lower(const TileArgs& args, int64_t item, S
       b = p.scale * s.rstd_q[i] * factor * b;
     }
     args.factors.sP[item * kSquare + at] = b;
+    if (args.factors.A != nullptr) args.factors.A[item * kSquare + at] = a;
     if (p.beta_per_value) {
       args.factors.J[item * kSquare + at] = a;
     } else {

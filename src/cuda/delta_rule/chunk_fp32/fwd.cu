@@ -38,13 +38,7 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleForwardProblem& probl
   Scratch scratch;
   scratch.first_tile = layout.take<int64_t>(starts);
   scratch.first_chunk = layout.take<int64_t>(problem.args.chunk_states.present() ? starts : 0);
-  TileFactors& factors = scratch.factors;
-  factors.total_width = per_channel ? width : 4;
-  factors.J = layout.take<float>(items * kSquare);
-  factors.sP = layout.take<float>(items * kSquare);
-  factors.token = layout.take<float>(items * kTokenFactors * kTileRows);
-  factors.total = layout.take<float>(items * factors.total_width);
-  factors.keys = layout.take<float>(per_channel ? items * kKeyCopies * kTileRows * width : 0);
+  scratch.factors = take_factors(layout, items, width, per_channel, false);
   return scratch;
 }
 

@@ -1,5 +1,6 @@
 // The entry `recurrent`, backward: the states before the chunks by the forward (fwd.cu) unless the caller has them, the
-// walk back over the tokens (bwd_walk.cu), then the sums over columns, heads and tokens (bwd_sums.cu, parameter_sums.cu).
+// walk back over the tokens (bwd_walk.cu), then the sums over columns, heads and tokens (bwd_sums.cu,
+// ../parameter_sums.cu).
 #include "cuda/delta_rule/recurrent/bwd.cuh"
 
 #include "core/workspace.h"

@@ -1,9 +1,9 @@
 // What the kernels of the backward token by token share. bwd.cu has their order.
 //
-// dq, dk, dg and dbeta are sums over value columns, dq and dk also over the value heads of a group. A block of the walk
-// (bwd_walk.cu) has 32 columns of one value head: a range. It leaves its sums in scratch memory; the ranges are added in
-// order, then the heads (bwd_sums.cu). Either every range has a part of the scratch memory, or the ranges come one after
-// the other, each in a launch of its own that adds to the only part: the same sums in the same order.
+// dq, dk, dg and dbeta are sums over value columns, dq and dk also over the value heads of a group. A block of the
+// walk (bwd_walk.cu) has 32 columns of one value head: a range. It leaves its sums in scratch memory; the ranges are
+// added in order, then the heads (bwd_sums.cu). Either every range has a part of the scratch memory, or the ranges come
+// one after the other, each in a launch of its own that adds to the only part: the same sums in the same order.
 #pragma once
 
 #include "cuda/delta_rule/device_problem.h"

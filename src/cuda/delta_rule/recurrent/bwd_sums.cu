@@ -85,16 +85,16 @@ __device__ __forceinline__ void finish_gate(const BackwardArgs& args, const Chun
                                             int channel, float rate, float bias, double& da_log, double& ddt_bias) {
   const DeltaRuleDeviceProblem& p = args.problem;
   const int64_t token = span.begin + t, column = p.gate == Gate::kPerChannel ? channel : 0;
-  const float dg = sum_of_parts(args, args.parts.dg, span.batch * p.sequences.tokens + token, head,
-                                args.parts.gate_width, channel);
+  const float dg =
+      sum_of_parts(args, args.parts.dg, span.batch * p.sequences.tokens + token, head, args.parts.gate_width, channel);
   const int64_t at = row_offset(p.g, span.batch, token, head) + column * p.g.strides[3];
   const float x = p.gate_in_kernel ? load_float(p.g.data, p.g.dtype, at) : 0.0f;
   const GateGradient gradient = log_decay_adjoint(p, x, rate, bias, dg);
   da_log += static_cast<double>(gradient.a_log);
   ddt_bias += static_cast<double>(gradient.x);
   if (!args.dg.present()) return;
-  store_float(args.dg.data, args.dg.dtype,
-              row_offset(args.dg, span.batch, token, head) + column * args.dg.strides[3], gradient.x);
+  store_float(args.dg.data, args.dg.dtype, row_offset(args.dg, span.batch, token, head) + column * args.dg.strides[3],
+              gradient.x);
 }
 
 // The sums of the threads, in order.
@@ -150,8 +150,7 @@ __global__ void __launch_bounds__(kSumThreads)
     if (args.parts.dg != nullptr) finish_gates(args, span, chunk, head, shared);
     if (args.parts.dbeta != nullptr && threadIdx.x < span.length) {
       const int64_t token = span.begin + threadIdx.x;
-      const float dbeta =
-          sum_of_parts(args, args.parts.dbeta, span.batch * p.sequences.tokens + token, head, 1, 0);
+      const float dbeta = sum_of_parts(args, args.parts.dbeta, span.batch * p.sequences.tokens + token, head, 1, 0);
       const float beta = beta_of(p, load_float(p.beta.data, p.beta.dtype, row_offset(p.beta, span.batch, token, head)));
       store_float(args.dbeta.data, args.dbeta.dtype, row_offset(args.dbeta, span.batch, token, head),
                   beta_adjoint(p, beta, dbeta));

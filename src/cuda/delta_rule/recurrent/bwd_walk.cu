@@ -9,21 +9,22 @@
 //
 // A block has 32 value columns of one head of one sequence, as in the forward (recurrent.cuh). A token needs the state
 // before it. Within a chunk these come from the state before the chunk: a first walk over its tokens computes the
-// residuals, which stay in shared memory and make every later walk S = Sd + k^T u a matter of each lane alone. The later
-// walks start from states that are kept in shared memory on the way, one for every power of two: where bit z is the
-// lowest of position x, the state before token x is in the slot of z as long as x is t without its lower bits. Reaching
-// the states before all 64 tokens of a chunk, from the last to the first, takes 2 steps per token. With less shared
-// memory there are fewer slots, and more steps; the bits are the same.
+// residuals, which stay in shared memory and make every later walk, S = Sd + k^T u, a matter of each lane alone. The
+// later walks start from states that are kept in shared memory on the way, one for every power of two: where bit z is
+// the lowest of position x, the state before token x is in the slot of z as long as x is t without its lower bits.
+// Reaching the states before all 64 tokens of a chunk, from the last to the first, takes 2 steps per token. With less
+// shared memory there are fewer slots, and more steps; the bits are the same.
 //
 // One barrier per token. Sums over key channels are made as in the forward; sums over the block's columns by the eight
 // lanes that have them, after which lane i has channel i of the lanes' eight.
 #include <algorithm>
 
 #include "cuda/common/elements.cuh"
+#include "cuda/common/instructions.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/adjoints.cuh"
 #include "cuda/delta_rule/recurrent/bwd.cuh"
-#include "cuda/delta_rule/recurrent/state_tile.cuh"
+#include "cuda/delta_rule/recurrent/rows.cuh"
 #include "cuda/delta_rule/state_address.cuh"
 
 namespace fastweight::cuda::recurrent {
@@ -83,6 +84,38 @@ __device__ __forceinline__ void restore(const Shared<kPlaces>& s, int slot, Stat
   }
 }
 
+// A state between memory and slot 0, a channel at a time: it is there that registers are scarce.
+template <int kPlaces>
+__device__ __forceinline__ void load_slot(const DeviceStates& states, int64_t offset, const Part& part, int K, int V,
+                                          Shared<kPlaces>& s) {
+#pragma unroll 1
+  for (int i = 0; i < kKeys; ++i) {
+    const int key = key_of<kPlaces>(part, i / 4) + i % 4;
+    const int64_t row = offset + key * states.k_stride;
+    float x[kColumns];
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const int column = part.column + j;
+      x[j] = key < K && column < V ? load_float(states.data, states.dtype, row + column * states.v_stride) : 0.0f;
+    }
+    s.slots[0][i][threadIdx.x] = make_float4(x[0], x[1], x[2], x[3]);
+  }
+}
+
+template <int kPlaces>
+__device__ __forceinline__ void store_slot(const DeviceStates& states, int64_t offset, const Part& part, int K, int V,
+                                           const Shared<kPlaces>& s) {
+#pragma unroll 1
+  for (int i = 0; i < kKeys; ++i) {
+    const int key = key_of<kPlaces>(part, i / 4) + i % 4;
+    const float4 x = s.slots[0][i][threadIdx.x];
+    const float values[kColumns] = {x.x, x.y, x.z, x.w};
+    if (key >= K) continue;
+    scatter_vec4(states.data, states.dtype, offset + key * states.k_stride + part.column * states.v_stride,
+                 states.v_stride, V - part.column, values);
+  }
+}
+
 // A chunk of the part's sequence.
 struct ChunkOfPart {
   Part part;
@@ -107,11 +140,13 @@ __device__ __forceinline__ void load_rows(const DeltaRuleDeviceProblem& p, const
   const char* q = row_at(p.q, chunk.batch, token, part.head / p.group);
 #pragma unroll
   for (int vec4 = 0; vec4 < kKeys / 4; ++vec4) {
-    raw.k[vec4] = load_part(p.k, k, key_of<kPlaces>(part, vec4), p.head_dim_k);
-    if (kWithQuery) raw.q[vec4] = load_part(p.q, q, key_of<kPlaces>(part, vec4), p.head_dim_k);
+    const int key = opaque(key_of<kPlaces>(part, vec4));  // nothing made of it is kept from token to token
+    raw.k[vec4] = load_part(p.k, k, key, p.head_dim_k);
+    if (kWithQuery) raw.q[vec4] = load_part(p.q, q, key, p.head_dim_k);
   }
   if (values.present()) {
-    raw.values = load_part(values, row_at(values, chunk.batch, token, part.head), part.column, p.head_dim_v);
+    const int column = opaque(part.column);
+    raw.values = load_part(values, row_at(values, chunk.batch, token, part.head), column, p.head_dim_v);
   }
   raw.scalars = load_scalars<kPlaces>(
       p, part, row_at(p.g, chunk.batch, token, part.head), byte_offset(p.g.dtype, p.g.strides[3]),
@@ -238,6 +273,7 @@ __device__ __forceinline__ void walk_forward(const BackwardArgs& args, const Chu
   const DeltaRuleDeviceProblem& p = args.problem;
   RawRows raw{};
   load_rows<kPlaces, true>(p, chunk, 0, p.v, raw);
+#pragma unroll 1
   for (int t = 0; t < chunk.tokens; ++t, ++turn) {
     Token token;
     decode_key(p, chunk, raw, token);
@@ -304,6 +340,32 @@ __device__ __forceinline__ void add_to_part(float* part, int64_t at, bool first,
   if (part != nullptr) part[at] = first ? value : part[at] + value;
 }
 
+// dv and dbeta of token t, by one warp: all of them have the same.
+__device__ __forceinline__ void store_value_gradients(const BackwardArgs& args, const ChunkOfPart& chunk, int t,
+                                                      int64_t item, bool first, const float (&beta)[kColumns],
+                                                      const float (&r)[kColumns], const float (&du)[kColumns]) {
+  const DeltaRuleDeviceProblem& p = args.problem;
+  const Part& part = chunk.part;
+  float dv[kColumns], dbeta[kColumns], sum = 0;
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) {
+    dv[j] = beta[j] * du[j];
+    dbeta[j] = beta_adjoint(p, beta[j], du[j] * r[j]);
+    sum = fmaf(du[j], r[j], sum);
+  }
+  const auto row_of = [&](const DeviceTensor& x) {
+    return const_cast<char*>(row_at(x, chunk.batch, chunk.begin + t, part.head));
+  };
+  if (args.dv.present()) store_columns(args.dv, part, p.head_dim_v, row_of(args.dv), dv);
+  if (!args.dbeta.present()) return;
+  if (p.beta_per_value) {
+    store_columns(args.dbeta, part, p.head_dim_v, row_of(args.dbeta), dbeta);
+  } else {
+    sum = sum_over_lanes<kColumnLanes>(sum);
+    if (threadIdx.x == 0) add_to_part(args.parts.dbeta, item, first, sum);
+  }
+}
+
 // The gradients of token t from its decayed state. G becomes the gradient of the state before it.
 template <int kPlaces>
 __device__ __forceinline__ void token_gradients(const BackwardArgs& args, const ChunkOfPart& chunk, int t, bool first,
@@ -367,33 +429,16 @@ __device__ __forceinline__ void token_gradients(const BackwardArgs& args, const 
     if (threadIdx.x % kWarpSize == 0) s.dg[t][threadIdx.x / kWarpSize] = sum;
   }
 
-  if (threadIdx.x >= kWarpSize) return;  // the rest is the same in all warps
-  const int64_t at = chunk.begin + t;
-  if (args.dv.present()) {
-    store_columns(args.dv, part, p.head_dim_v, const_cast<char*>(row_at(args.dv, chunk.batch, at, part.head)), dv);
-  }
-  if (!args.dbeta.present()) return;
-  float dbeta[kColumns], sum = 0;
-#pragma unroll
-  for (int j = 0; j < kColumns; ++j) {
-    sum = fmaf(du[j], r[j], sum);
-    dbeta[j] = beta_adjoint(p, beta[j], du[j] * r[j]);
-  }
-  if (p.beta_per_value) {
-    store_columns(args.dbeta, part, p.head_dim_v, const_cast<char*>(row_at(args.dbeta, chunk.batch, at, part.head)),
-                  dbeta);
-  } else {
-    sum = sum_over_lanes<kColumnLanes>(sum);
-    if (threadIdx.x == 0) add_to_part(parts.dbeta, item, first, sum);
-  }
+  if (threadIdx.x < kWarpSize) store_value_gradients(args, chunk, t, item, first, beta, r, du);
 }
 
-// The tokens of a chunk from the last to the first, S the state before the chunk.
+// The tokens of a chunk from the last to the first; the state before the chunk is in slot 0.
 template <int kPlaces>
 __device__ __forceinline__ void run_chunk(const BackwardArgs& args, const ChunkOfPart& chunk, int lowest, bool first,
-                                          Shared<kPlaces>& s, unsigned& turn, StateTile& S, StateTile& G) {
+                                          Shared<kPlaces>& s, unsigned& turn, StateTile& G) {
   const DeltaRuleDeviceProblem& p = args.problem;
-  keep(s, 0, S);
+  StateTile S;
+  restore(s, 0, S);
   walk_forward(args, chunk, lowest, s, turn, S);
   RawRows raw{};
   load_rows<kPlaces, true>(p, chunk, chunk.tokens - 1, args.d_o, raw);
@@ -436,24 +481,26 @@ __device__ __forceinline__ void run_part(const BackwardArgs& args, const Part& p
   StateTile G{};
   if (args.d_final_state.present()) {
     const int64_t* strides = args.d_final_state.outer_strides;
-    load_state<kPlaces>(args.d_final_state, part.sequence * strides[0] + part.head * strides[1], part, K, V, G);
+    load_slot(args.d_final_state, part.sequence * strides[0] + part.head * strides[1], part, K, V, s);
+    restore(s, 0, G);
   }
   ChunkOfPart chunk;
   chunk.part = part;
   chunk.batch = span.batch;
   chunk.range = blockIdx.x;
   chunk.gate = decode_gate_parameters(p, load_gate_parameters<kPlaces>(p, part));
+#pragma unroll 1
   for (int64_t c = chunks_of(span.length, size) - 1; c >= 0; --c) {
     chunk.begin = span.begin + c * size;
     chunk.tokens = static_cast<int>(min(span.length - c * size, size));
-    StateTile S{};
     const StateAddress place = chunk_state_address(args, part, span.batch, c);
-    if (place.exists) load_state<kPlaces>(place.states, place.offset, part, K, V, S);
-    run_chunk(args, chunk, lowest, first, s, turn, S, G);
+    load_slot(place.states, place.offset, part, place.exists ? K : 0, V, s);
+    run_chunk(args, chunk, lowest, first, s, turn, G);
   }
   if (args.d_initial_state.present()) {
     const int64_t* strides = args.d_initial_state.outer_strides;
-    store_state<kPlaces>(args.d_initial_state, part.sequence * strides[0] + part.head * strides[1], part, K, V, G);
+    keep(s, 0, G);
+    store_slot(args.d_initial_state, part.sequence * strides[0] + part.head * strides[1], part, K, V, s);
   }
 }
 
@@ -499,10 +546,10 @@ void launch_walk(const BackwardArgs& args, int first_range, int ranges, const Co
   with_places(p.head_dim_k, [&]<int kPlaces>() {
     size_t bytes = 0;
     const int lowest = lowest_kept<kPlaces>(args.chunked.chunk_size, context.device.index, bytes);
-    const LaunchShape shape{dim3(static_cast<unsigned>(ranges),
-                                 static_cast<unsigned>(std::min<int64_t>(p.num_value_heads, kMostBlocks)),
-                                 static_cast<unsigned>(std::min(p.sequences.count, kMostBlocks))),
-                            kThreads<kPlaces>, bytes};
+    const LaunchShape shape{
+        dim3(static_cast<unsigned>(ranges), static_cast<unsigned>(std::min<int64_t>(p.num_value_heads, kMostBlocks)),
+             static_cast<unsigned>(std::min(p.sequences.count, kMostBlocks))),
+        kThreads<kPlaces>, bytes};
     launch<recurrent_bwd_kernel<kPlaces>>("delta_rule recurrent backward", context, shape, args, first_range, lowest);
   });
 }
