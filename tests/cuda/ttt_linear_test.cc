@@ -110,8 +110,11 @@ TEST(CudaTttLinear, ChunkIsTheEntryForTheMiniBatch) {
       EXPECT_EQ(support::forward(problem, context_for(asked)).implementation, name) << asked;
     }
   }
-  expect_refused(ErrorCode::kUnsupported, "no chunk takes this problem: chunk_chain: q, k and v must be bf16 or fp16",
-                 [] { support::forward(draw(spec_of(20, 16), 14), context_for("chunk")); });
+  for (const char* asked : {"chunk", ""}) {
+    const TttLinearCase problem = draw(spec_of(20, 16), 14);
+    EXPECT_EQ(support::forward(problem, context_for(asked)).implementation, "chunk_fp32") << asked;
+    EXPECT_EQ(support::backward(problem, context_for(asked)).implementation, "chunk_fp32") << asked;
+  }
 }
 
 TEST(CudaTttLinear, WhatTheChunkFormsDecline) {
