@@ -21,4 +21,8 @@ struct ChainConfig {
 
 ChainConfig chain_config(int64_t head_dim);
 
+// Of the backward: threads for every 16 columns are a warp of the chain and one of each group of partners.
+using ReverseConfig = ChainConfig;
+ReverseConfig reverse_config(int64_t head_dim);
+
 }  // namespace fastweight::cuda::ttt

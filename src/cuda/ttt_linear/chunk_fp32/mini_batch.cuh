@@ -11,30 +11,18 @@
 #include "cuda/ttt_linear/chunk_fp32/config.h"
 #include "cuda/ttt_linear/chunk_fp32/matrix.cuh"
 #include "cuda/ttt_linear/device_problem.h"
+#include "cuda/ttt_linear/kept_states.h"
 #include "fastweight/context.h"
 
 namespace fastweight::cuda::ttt::chunk_fp32 {
 
-// The states before every mini-batch, which the backward needs: mini-batch m of a head of a sequence has number
-// (first + m) * H + head. Sequences are apart because each but the first has room for one mini-batch more than the
-// tokens before it fill; so the host need not know their lengths.
+// The states before every mini-batch, numbered as in ../kept_states.h.
 struct KeptStates {
   float* h = nullptr;  // [.., D, D rounded up to 4]
   float* c = nullptr;  // [.., D rounded up to 4]
 
   FW_HOST_DEVICE bool present() const { return h != nullptr; }
 };
-
-FW_HOST_DEVICE inline int64_t first_mini_batch(const Sequences& sequences, const SequenceSpan& span, int64_t sequence,
-                                               int mini_batch) {
-  if (sequences.offsets == nullptr) return sequence * chunks_of(sequences.tokens, mini_batch);
-  return span.begin / mini_batch + sequence;
-}
-
-inline int64_t most_mini_batches(const Sequences& sequences, int mini_batch) {
-  if (sequences.offsets == nullptr) return sequences.count * chunks_of(sequences.tokens, mini_batch);
-  return sequences.tokens / mini_batch + sequences.count;
-}
 
 FW_HOST_DEVICE inline int round_up_to_4(int D) { return (D + 3) / 4 * 4; }
 

@@ -1,0 +1,458 @@
+// The groups of warps of the reverse kernel that do all but the chain, see reverse.cuh.
+#pragma once
+
+#include "cuda/common/tile_rows.cuh"
+#include "cuda/ttt_linear/chunk_chain/reverse_rows.cuh"
+#include "cuda/ttt_linear/kept_states.h"
+
+namespace fastweight::cuda::ttt {
+namespace {
+
+// Brings the rows and the state of a group's mini-batches.
+template <int kD>
+struct ReverseLoader {
+  const ReverseArgs& args;
+  const ReverseOrder& order;
+  int64_t sequence;
+  int head, thread, threads;
+  uint32_t eta_bits = 0;
+
+  // Starts the copies of mini-batch t; those of its step sizes end in registers.
+  __device__ __forceinline__ void start(int64_t t, ReverseStage<kD>& stage) {
+    if (t >= order.count) return;
+    const DeviceProblem& p = args.chain.problem;
+    const int count = order.tokens(t);
+    const int64_t token = order.token(t);
+    copy_tile(p.q, token, count, {stage.rows[0]});
+    copy_tile(p.k, token, count, {stage.rows[1]});
+    copy_tile(p.v, token, count, {stage.rows[2]});
+    copy_tile(args.d_o, token, count, {stage.rows[3]});
+    const int64_t number =
+        (first_mini_batch(p.sequences, order.span, sequence, kTileRows) + order.number(t)) * p.num_heads + head;
+    const int bytes = threads / kWarpSize * (kD / 16) * 512;  // of the columns that exist
+    const char* h = reinterpret_cast<const char*>(args.kept.h + number * kD * kD);
+    for (int i = 16 * thread; i < bytes; i += 16 * threads) copy_async(shared_address(stage.h) + i, h + i, true);
+    const char* c = reinterpret_cast<const char*>(args.kept.c + number * kD);
+    if (thread < threads / 8) copy_async(shared_address(stage.c) + 16 * thread, c + 16 * thread, true);
+    if (thread < count) {
+      eta_bits = load_bits(
+          element_at(p.eta.data, p.eta.dtype, row_offset(p.eta, order.span.batch, token + thread, head)), p.eta.dtype);
+    }
+  }
+
+  // After the others have been waited for.
+  __device__ __forceinline__ void store_etas(int64_t t, ReverseStage<kD>& stage) const {
+    if (t >= order.count || thread >= kTileRows) return;
+    stage.eta[thread] = thread < order.tokens(t) ? decode(eta_bits, args.chain.problem.eta.dtype) : 0.0f;
+  }
+
+ private:
+  // Rows of zeros of a tensor that is absent.
+  __device__ __forceinline__ void copy_tile(const DeviceTensor& x, int64_t token, int count,
+                                            const SharedTile<kD>& tile) const {
+    constexpr int kSegments = SharedTile<kD>::kSegments;
+    const int64_t offset = row_offset(x, order.span.batch, token, head);
+    const int rows = x.present() ? count : 0;
+    if (!args.vectors) {
+      gather_tile<kTileRows, kD>(tile, x, offset, rows, 0, args.chain.problem.head_dim, thread, threads);
+      return;
+    }
+    const auto* data = x.present() ? static_cast<const uint16_t*>(x.data) + offset : args.kept.h;
+    for (int i = thread; i < kTileRows * kSegments; i += threads) {
+      const int row = i / kSegments, segment = i % kSegments;
+      const bool exists = row < rows && 8 * segment < args.chain.problem.head_dim;
+      copy_async(tile.address(row, segment), exists ? data + row * x.strides[1] + 8 * segment : data, exists);
+    }
+  }
+};
+
+// The stages of a group. What a warp keeps from one to the next are local variables of `prepare`.
+template <DType kType, int kD, bool kFull>
+struct ReversePartner {
+  const ReverseArgs& args;
+  const DeviceProblem& p;
+  const Columns<kFull>& columns;
+  const Lane& at;
+  const ReverseSignals& signals;
+  int warps, group;
+  float key_w[4];  // w of the lane's keys of dk
+  GroupSums<kD>& sums;
+
+  static constexpr int kSteps = kD / 16;
+
+  __device__ __forceinline__ void meet() const { signals.meet_group(group); }
+
+  // z = k h + c, y = scale q h + c and P = lower(scale q k^T + 1).
+  __device__ __forceinline__ void read_state(ReverseStage<kD>& stage, LaneRows<kTileRows>& z, LaneRows<kTileRows>& y,
+                                             float (&P)[2][4]) const {
+    const uint32_t q = first_fragment(stage.q(), 0, at.lane), k = first_fragment(stage.k(), 0, at.lane);
+    const uint32_t k_columns = first_transposed_fragment(stage.k(), 0, at.lane);
+#pragma unroll
+    for (int m = 0; m < kSteps; ++m) {
+      uint32_t q_rows[4], k_rows[4], h[4], b[4];
+      ldmatrix(fragment(k, m), k_rows);
+      ldmatrix(stage.state().address(at.warp, m, at.lane), h);
+      mma<kType>(z[0][0], k_rows, h[0], h[1]);
+      mma<kType>(z[0][1], k_rows, h[2], h[3]);
+      ldmatrix(fragment(q, m), q_rows);
+      mma<kType>(y[0][0], q_rows, h[0], h[1]);
+      mma<kType>(y[0][1], q_rows, h[2], h[3]);
+      ldmatrix(fragment(k_columns, m), b);
+      mma<kType>(P[0], q_rows, b[0], b[1]);
+      mma<kType>(P[1], q_rows, b[2], b[3]);
+    }
+    float c[4];
+    load_four(*reinterpret_cast<const float4*>(&stage.c[at.column]), c);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        element<kTileRows>(z, 0, half, e) += c[e];
+        element<kTileRows>(y, 0, half, e) = fmaf(p.scale, element<kTileRows>(y, 0, half, e), c[e]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) P[i / 4][i % 4] = lower(i, fmaf(p.scale, P[i / 4][i % 4], 1.0f));
+  }
+
+  // Element i of the C tiles of a matrix [16 x 16], or 0 above its diagonal.
+  __device__ __forceinline__ float lower(int i, float value) const {
+    return 8 * (i / 4) + 2 * at.t + i % 2 <= at.row(0, i / 2 % 2) ? value : 0.0f;
+  }
+
+  // x, u, and the warp's share of the sums of y, x y, w^2 x and w^2 x^2.
+  __device__ __forceinline__ void put_gradient_sums(LaneRows<kTileRows>& z, ReverseStage<kD>& stage,
+                                                    ReverseExchange<kD>& exchange, float (&x)[2][4], float (&u)[2][4],
+                                                    float (&r)[2]) const {
+    float2 gradient[2], weights[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = at.row(0, half);
+      const float2 norm = get_norm<kFull>(sums.inner[row], p);
+      float k[4], v[4];
+      load_four<kType>(stage.k(), row, at.column, k);
+      load_four<kType>(stage.v(), row, at.column, v);
+      gradient[half] = weights[half] = make_float2(0.0f, 0.0f);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        x[half][e] = columns.masked(e, (element<kTileRows>(z, 0, half, e) - norm.x) * norm.y);
+        u[half][e] = fmaf(columns.w[e], x[half][e], columns.b[e] - v[e] + k[e]);
+        const float y = columns.w[e] * u[half][e], ww_x = columns.ww[e] * x[half][e];
+        gradient[half].x += y;
+        gradient[half].y = fmaf(x[half][e], y, gradient[half].y);
+        weights[half].x += ww_x;
+        weights[half].y = fmaf(x[half][e], ww_x, weights[half].y);
+      }
+      r[half] = norm.y;
+      exchange.x[at.warp][half][at.lane] = four_of(x[half]);
+      exchange.u[at.warp][half][at.lane] = four_of(u[half]);
+    }
+    put_sums<kD, kTileRows>(gradient, 0, at, sums.gradient, [](int, float2 sum) { return sum; });
+    put_sums<kD, kTileRows>(weights, 0, at, sums.weights, [](int, float2 sum) { return sum; });
+  }
+
+  // n, and y = y - eta (P n).
+  __device__ __forceinline__ void make_outputs(const float (&x)[2][4], const float (&u)[2][4], const float (&r)[2],
+                                               const float (&P)[2][4], int count, ReverseStage<kD>& stage,
+                                               ReverseExchange<kD>& exchange, LaneRows<kTileRows>& y) const {
+    float n[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = at.row(0, half);
+      const float2 means = get_means(sums.gradient[row], p), weights = get_means(sums.weights[row], p);
+      if (at.warp == 0 && at.t == 0) exchange.rows[row] = {r[half], means.x, means.y, weights.x, weights.y};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float value = inner_gradient(r[half], means, x[half][e], columns.w[e] * u[half][e]);
+        n[half][e] = row < count ? value : 0.0f;
+      }
+    }
+    const uint4 operand = pack_rows<kType>(n, 1.0f / kGradientUnit<kType>, columns);
+    exchange.n[at.warp][at.lane] = operand;
+    uint32_t transposed[4], P_operand[4];
+    transpose_rows(operand, transposed);
+    pack_a<kType>(P[0], P[1], P_operand);
+    float moves[2][4] = {};
+    mma<kType>(moves[0], P_operand, transposed[0], transposed[2]);
+    mma<kType>(moves[1], P_operand, transposed[1], transposed[3]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float eta = stage.eta[at.row(0, half)] * kGradientUnit<kType>;
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          y[0][m][2 * half + e] = fmaf(-eta, moves[m][2 * half + e], y[0][m][2 * half + e]);
+        }
+      }
+    }
+  }
+
+  // xo in the place of y, and the sums of w do and xo w do; dw and db of the outer norm.
+  __device__ __forceinline__ void put_output_sums(LaneRows<kTileRows>& y, ReverseStage<kD>& stage, float (&d_o)[2][4],
+                                                  float (&r)[2], float (&dw)[4], float (&db)[4]) const {
+    float2 own[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = at.row(0, half);
+      const float2 norm = get_norm<kFull>(sums.outer[row], p);
+      load_four<kType>(stage.d_o(), row, at.column, d_o[half]);
+      own[half] = make_float2(0.0f, 0.0f);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& x = element<kTileRows>(y, 0, half, e);
+        x = columns.masked(e, (x - norm.x) * norm.y);
+        const float w_do = columns.w[e] * d_o[half][e];
+        own[half].x += w_do;
+        own[half].y = fmaf(x, w_do, own[half].y);
+        dw[e] = fmaf(d_o[half][e], x, dw[e]);
+        db[e] += d_o[half][e];
+      }
+      r[half] = norm.y;
+    }
+    put_sums<kD, kTileRows>(own, 0, at, sums.outer_gradient, [](int, float2 sum) { return sum; });
+  }
+
+  // dyo, and base = -P^T (eta dyo), the step sizes in units.
+  __device__ __forceinline__ void make_output_gradients(LaneRows<kTileRows>& xo, const float (&d_o)[2][4],
+                                                        const float (&r)[2], const float (&P)[2][4],
+                                                        const float (&eta)[2], ReverseExchange<kD>& exchange) const {
+    float dyo[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 means = get_means(sums.outer_gradient[at.row(0, half)], p);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float x = element<kTileRows>(xo, 0, half, e);
+        dyo[half][e] = d_o[half][e] + inner_gradient(r[half], means, x, columns.w[e] * d_o[half][e]);
+      }
+    }
+    const uint4 operand = pack_rows<kType>(dyo, 1.0f, columns);
+    exchange.dyo[at.warp][at.lane] = operand;
+    uint32_t transposed[4], M[4];
+    transpose_rows(operand, transposed);
+    const float unit = transpose_weighted(P, eta, M);
+    float moves[2][4] = {};
+    mma<kType>(moves[0], M, transposed[0], transposed[2]);
+    mma<kType>(moves[1], M, transposed[1], transposed[3]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* pairs[2] = {&moves[0][2 * half], &moves[1][2 * half]};
+      *reinterpret_cast<float4*>(&exchange.base[at.row(0, half) * exchange.kRow + at.column]) =
+          make_float4(-unit * pairs[0][0], -unit * pairs[0][1], -unit * pairs[1][0], -unit * pairs[1][1]);
+    }
+  }
+
+  // (diag(eta) X)^T of a matrix [16 x 16] in C tiles as an A fragment, in units that are returned.
+  __device__ __forceinline__ float transpose_weighted(const float (&X)[2][4], const float (&eta)[2],
+                                                      uint32_t (&a)[4]) const {
+    float weighted[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) weighted[i] = eta[i / 2 % 2] * X[i / 4][i % 4];
+    const float unit = unit_of<kType>(weighted), inverse = 1.0f / unit;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int from = i % 2 * 4 + i / 2 * 2;  // tokens of rows and columns change places
+      a[i] = transpose_8x8(pack<kType>(inverse * weighted[from], inverse * weighted[from + 1]));
+    }
+    return unit;
+  }
+
+  // Dm = lower(dyo n^T) of all columns, in every warp; Dm^T eta for dk, and deta.
+  __device__ __forceinline__ void make_moves(const float (&P)[2][4], const float (&eta)[2],
+                                             ReverseExchange<kD>& exchange, float (&Dm)[2][4]) const {
+#pragma unroll
+    for (int w = 0; w < kSteps; ++w) {
+      if (!kFull && w >= warps) break;
+      const uint4 rows = exchange.dyo[w][at.lane], n = exchange.n[w][at.lane];
+      const uint32_t a[4] = {rows.x, rows.y, rows.z, rows.w};
+      mma<kType>(Dm[0], a, n.x, n.z);
+      mma<kType>(Dm[1], a, n.y, n.w);
+    }
+    float sums_of_rows[2] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      Dm[i / 4][i % 4] = lower(i, kGradientUnit<kType> * Dm[i / 4][i % 4]);
+      sums_of_rows[i / 2 % 2] = fmaf(Dm[i / 4][i % 4], P[i / 4][i % 4], sums_of_rows[i / 2 % 2]);
+    }
+    if (at.warp != 0) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = sum_over_lanes<4>(sums_of_rows[half]);
+      if (at.t == 0) exchange.deta[at.row(0, half)] = -sum;
+    }
+    uint32_t a[4];
+    const float unit = transpose_weighted(Dm, eta, a);
+    exchange.eta_Dm[at.lane] = make_uint4(a[0], a[1], a[2], a[3]);
+    exchange.eta_Dm_unit = unit;
+  }
+
+  // dq = scale (dyo h^T - eta (Dm k))
+  __device__ __forceinline__ void store_dq(const float (&Dm)[2][4], const float (&eta)[2], int64_t offset, int count,
+                                           ReverseStage<kD>& stage, ReverseExchange<kD>& exchange) const {
+    float reads[2][4] = {}, moves[2][4] = {}, all[8];
+#pragma unroll
+    for (int w = 0; w < kSteps; ++w) {
+      if (!kFull && w >= warps) break;
+      multiply_transposed<kType>(reads, exchange.dyo[w][at.lane], stage.state(), w, at.warp, at.lane);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) all[i] = Dm[i / 4][i % 4];
+    const float unit = unit_of<kType>(all), inverse = 1.0f / unit;
+    uint32_t a[4], b[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = &Dm[i / 2][i % 2 * 2];
+      a[i] = pack<kType>(inverse * pair[0], inverse * pair[1]);
+    }
+    ldmatrix_transposed(fragment(first_fragment(stage.k(), 0, at.lane), at.warp), b);
+    mma<kType>(moves[0], a, b[0], b[1]);
+    mma<kType>(moves[1], a, b[2], b[3]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float& value = reads[i / 4][i % 4];
+      value = p.scale * fmaf(-unit * eta[i / 2 % 2], moves[i / 4][i % 4], value);
+    }
+    store_keys(args.dq, offset, count, p.head_dim, at, reads);
+  }
+
+  // Everything that comes before the chain, and dq, which nothing else waits for.
+  __device__ __forceinline__ void prepare(int turn, int64_t dq_offset, int count, ReverseStage<kD>& stage,
+                                          ReverseExchange<kD>& exchange, float (&dw)[4], float (&db)[4]) const {
+    LaneRows<kTileRows> z = {}, y = {};
+    float P[2][4] = {}, x[2][4], u[2][4], d_o[2][4], r[2];
+    read_state(stage, z, y, P);
+    put_statistics<kD, kTileRows>(z, columns, at, sums.inner);
+    const float eta[2] = {stage.eta[at.row(0, 0)], stage.eta[at.row(0, 1)]};
+    meet();
+    put_gradient_sums(z, stage, exchange, x, u, r);
+    meet();
+    make_outputs(x, u, r, P, count, stage, exchange, y);
+    put_statistics<kD, kTileRows>(y, columns, at, sums.outer);
+    meet();
+    put_output_sums(y, stage, d_o, r, dw, db);
+    meet();
+    make_output_gradients(y, d_o, r, P, eta, exchange);
+    signals.prepared.arrive(turn);
+    meet();
+    float Dm[2][4] = {};
+    make_moves(P, eta, exchange, Dm);
+    if (args.dq.present()) store_dq(Dm, eta, dq_offset, count, stage, exchange);
+  }
+
+  // dk, dv and deta, when the chain is done.
+  __device__ __forceinline__ void finish(const ReverseOrder& order, int64_t t, int head, ReverseStage<kD>& stage,
+                                         ReverseExchange<kD>& exchange) const {
+    const int count = order.tokens(t), D = p.head_dim;
+    const int64_t token = order.token(t), batch = order.span.batch;
+    float dv[2][4], dk[2][4];
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      const int row = at.row(0, i / 2 % 2), key = kWarpColumns * at.warp + 8 * (i / 4) + 2 * at.t;
+      const float2 dy = *reinterpret_cast<const float2*>(&exchange.base[row * exchange.kRow + key]);
+      dk[i / 4][i % 4] = key_w[i / 4 * 2] * dy.x;
+      dk[i / 4][i % 4 + 1] = key_w[i / 4 * 2 + 1] * dy.y;
+      dv[i / 4][i % 4] = -dk[i / 4][i % 4];
+      dv[i / 4][i % 4 + 1] = -dk[i / 4][i % 4 + 1];
+    }
+    if (args.dv.present()) store_keys(args.dv, row_offset(args.dv, batch, token, head), count, D, at, dv);
+    if (args.dk.present()) {
+      add_key_gradients(stage.eta[count - 1], stage, exchange, dk);
+      store_keys(args.dk, row_offset(args.dk, batch, token, head), count, D, at, dk);
+    }
+    if (args.deta.present() && at.warp == 0) store_deta(row_offset(args.deta, batch, token, head), count, exchange);
+  }
+
+  // dk = dk + dz h^T - scale Dm^T (eta q) - eta_L n dh^T
+  __device__ __forceinline__ void add_key_gradients(float eta, ReverseStage<kD>& stage, ReverseExchange<kD>& exchange,
+                                                    float (&dk)[2][4]) const {
+    float writes[2][4] = {}, moves[2][4] = {};
+#pragma unroll
+    for (int w = 0; w < kSteps; ++w) {
+      if (!kFull && w >= warps) break;
+      float reads[2][4] = {};
+      multiply_transposed<kType>(reads, exchange.dz[w][at.lane], stage.state(), w, at.warp, at.lane);
+      multiply_transposed<kType>(writes, exchange.n[w][at.lane], StateTile<kD>{exchange.dh}, w, at.warp, at.lane);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) dk[i / 4][i % 4] = fmaf(exchange.dz_unit[w], reads[i / 4][i % 4], dk[i / 4][i % 4]);
+    }
+    const uint4 rows = exchange.eta_Dm[at.lane];
+    const uint32_t a[4] = {rows.x, rows.y, rows.z, rows.w};
+    uint32_t b[4];
+    ldmatrix_transposed(fragment(first_fragment(stage.q(), 0, at.lane), at.warp), b);
+    mma<kType>(moves[0], a, b[0], b[1]);
+    mma<kType>(moves[1], a, b[2], b[3]);
+    const float move_factor = -p.scale * exchange.eta_Dm_unit, write_factor = -eta * kGradientUnit<kType>;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float with_moves = fmaf(move_factor, moves[i / 4][i % 4], dk[i / 4][i % 4]);
+      dk[i / 4][i % 4] = fmaf(write_factor, writes[i / 4][i % 4], with_moves);
+    }
+  }
+
+  // By one warp.
+  __device__ __forceinline__ void store_deta(int64_t offset, int count, const ReverseExchange<kD>& exchange) const {
+    float nF = 0.0f;
+    for (int w = 0; w < warps; ++w) nF += exchange.nF[w][at.lane];
+    nF = sum_over_lanes<kWarpSize>(nF);
+    if (at.lane >= count) return;
+    const float value = exchange.deta[at.lane] - (at.lane == count - 1 ? nF : 0.0f);
+    store_float(args.deta.data, args.deta.dtype, offset + at.lane * args.deta.strides[1], value);
+  }
+};
+
+template <DType kType, int kD, bool kFull>
+__device__ __forceinline__ void run_reverse_group(const ReverseArgs& args, const SequenceSpan& span, int64_t sequence,
+                                                  int head, const Lane& at, int group, int threads,
+                                                  ReverseShared<kD>& shared) {
+  const DeviceProblem& p = args.chain.problem;
+  const ReverseSignals signals{threads};
+  const ReverseOrder order(span);
+  ReverseLoader<kD> loader{args, order, sequence, head, static_cast<int>(threadIdx.x) - (1 + group) * threads, threads};
+  auto& stages = shared.stages[group];
+  auto& exchanges = shared.exchange[group];
+  loader.start(group, stages[0]);
+  commit_copies();
+  loader.store_etas(group, stages[0]);
+  const Columns<kFull> columns(p, head, at);
+  ReversePartner<kType, kD, kFull> partner{args,  p,  columns,           at, signals, threads / kWarpSize,
+                                           group, {}, shared.sums[group]};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int key = kWarpColumns * at.warp + i / 2 * 8 + 2 * at.t + i % 2;
+    const bool exists = key < p.head_dim;
+    partner.key_w[i] = exists ? load_float(p.w.data, p.w.dtype, head * p.w.strides[0] + key * p.w.strides[1]) : 0.0f;
+  }
+  float dw[4] = {}, db[4] = {};
+  int stage = 0, next = 1, before = 2, buffer = 0, turn = group;
+  int64_t t = group;
+  for (; t < order.count; t += kGroups) {
+    wait_copies<0>();
+    signals.meet_group(group);  // all rows are here, and the stage of t - 4 has been read
+    loader.start(t + kGroups, stages[next]);
+    commit_copies();
+    const int64_t dq_offset = row_offset(args.dq, span.batch, order.token(t), head);
+    partner.prepare(turn, dq_offset, order.tokens(t), stages[stage], exchanges[buffer], dw, db);
+    turn = (turn + kGroups) % kTurns;
+    buffer = 1 - buffer;
+    if (t >= kGroups) {
+      signals.done.wait(turn);  // of t - 2, which has the turn of t + 2
+      partner.finish(order, t - kGroups, head, stages[before], exchanges[buffer]);
+    }
+    loader.store_etas(t + kGroups, stages[next]);
+    const int free = before;
+    before = stage;
+    stage = next;
+    next = free;
+  }
+  if (t >= kGroups && t - kGroups < order.count) {
+    turn = (turn + kGroups) % kTurns;
+    buffer = 1 - buffer;
+    signals.done.wait(turn);
+    partner.finish(order, t - kGroups, head, stages[before], exchanges[buffer]);
+  }
+  put_parameters(dw, db, at, shared.parameters[1 + group][0], shared.parameters[1 + group][1]);
+}
+
+}  // namespace
+}  // namespace fastweight::cuda::ttt

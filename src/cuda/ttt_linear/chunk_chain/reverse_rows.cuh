@@ -1,0 +1,156 @@
+// What the warps of the reverse kernel have in common: signals, 16-bit operands of rows, results to memory.
+#pragma once
+
+#include "cuda/common/warp_roles.cuh"
+#include "cuda/ttt_linear/chunk_chain/backward.cuh"
+#include "cuda/ttt_linear/chunk_rows.cuh"
+
+namespace fastweight::cuda::ttt {
+namespace {
+
+// What the warps tell each other (warp_roles.cuh), by the number of the mini-batch in the order of the chain. A group
+// prepares t + 2 before it knows that t is done, so the signals of its mini-batches alternate.
+constexpr int kTurns = 2 * kGroups;
+enum { kPrepared = 1, kDone = kPrepared + kTurns, kRowSums = kDone + kTurns, kGroupRows };
+
+template <int kFirst>
+struct TurnSignal {
+  int threads;
+
+  __device__ __forceinline__ void arrive(int turn) const {
+    const int i = turn % kTurns;
+    i < 2 ? AlternatingSignal<kFirst>{threads}.arrive(i) : AlternatingSignal<kFirst + 2>{threads}.arrive(i);
+  }
+  __device__ __forceinline__ void wait(int turn) const {
+    const int i = turn % kTurns;
+    i < 2 ? AlternatingSignal<kFirst>{threads}.wait(i) : AlternatingSignal<kFirst + 2>{threads}.wait(i);
+  }
+};
+
+struct ReverseSignals {
+  int threads;  // of the chain, and of a group
+  TurnSignal<kPrepared> prepared{2 * threads};
+  TurnSignal<kDone> done{2 * threads};
+  WarpSignal<kRowSums> row_sums{threads};  // B: of all warps of the chain
+
+  // Of all warps of a group.
+  __device__ __forceinline__ void meet_group(int group) const {
+    group == 0 ? WarpSignal<kGroupRows>{threads}.wait() : WarpSignal<kGroupRows + 1>{threads}.wait();
+  }
+};
+
+// The tokens of mini-batch number t in the order of the chain.
+struct ReverseOrder {
+  SequenceSpan span;
+  int64_t count;  // of mini-batches
+
+  __device__ explicit ReverseOrder(const SequenceSpan& s) : span(s), count(chunks_of(s.length, kTileRows)) {}
+
+  __device__ __forceinline__ int64_t number(int64_t t) const { return count - 1 - t; }
+  __device__ __forceinline__ int64_t token(int64_t t) const { return span.begin + number(t) * kTileRows; }
+  __device__ __forceinline__ int tokens(int64_t t) const {
+    return t == 0 ? static_cast<int>(span.length - number(0) * kTileRows) : kTileRows;
+  }
+};
+
+// The fragment of 16 tokens and the warp's columns; number 2 m + half has the tokens of `half` and columns 2m, 2m + 1 of
+// each lane. And transposed: the left operand of x^T k, which is also the right one of P x.
+template <DType kType, bool kFull>
+__device__ __forceinline__ uint4 pack_rows(const float (&x)[2][4], float factor, const Columns<kFull>& columns) {
+  uint32_t a[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* pair = &x[i % 2][i / 2 * 2];
+    a[i] = columns.masked_pair(i / 2, pack<kType>(factor * pair[0], factor * pair[1]));
+  }
+  return make_uint4(a[0], a[1], a[2], a[3]);
+}
+__device__ __forceinline__ void transpose_rows(const uint4& a, uint32_t (&transposed)[4]) {
+  transposed[0] = transpose_8x8(a.x);
+  transposed[1] = transpose_8x8(a.z);
+  transposed[2] = transpose_8x8(a.y);
+  transposed[3] = transpose_8x8(a.w);
+}
+
+// The power of two below the largest of the warp's numbers, and 1 for bf16, which has the range of fp32.
+template <DType kType, int kCount>
+__device__ __forceinline__ float unit_of(const float (&x)[kCount]) {
+  if constexpr (kType == DType::kBF16) return 1.0f;
+  float most = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) most = fmaxf(most, fabsf(x[i]));
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, distance));
+  }
+  return fmaxf(__uint_as_float(__float_as_uint(most) & 0x7f800000u), 0x1p-100f);
+}
+
+// c += rows of `a` times a state, or its gradient, along the columns of warp w: the 16 keys [16 m, 16 m + 16).
+template <DType kType, int kD>
+__device__ __forceinline__ void multiply_transposed(float (&c)[2][4], const uint4& rows, const StateTile<kD>& state,
+                                                    int w, int m, int lane) {
+  const uint32_t a[4] = {rows.x, rows.y, rows.z, rows.w};
+  uint32_t b[4];
+  ldmatrix_transposed(state.address(w, m, lane), b);
+  mma<kType>(c[0], a, b[0], b[2]);
+  mma<kType>(c[1], a, b[1], b[3]);
+}
+
+// The lane's pairs of 16 keys of a result [16 tokens x D] to memory; key 8 j + 2 t of number j.
+__device__ __forceinline__ void store_keys(const DeviceTensor& x, int64_t offset, int count, int D, const Lane& at,
+                                           const float (&values)[2][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = at.row(0, half);
+    if (row >= count) continue;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int key = kWarpColumns * at.warp + 8 * j + 2 * at.t;
+      const float low = values[j][2 * half], high = values[j][2 * half + 1];
+      const int64_t place = offset + row * x.strides[1] + key * x.strides[3];
+      if (x.aligned_vec4) {
+        if (key >= D) continue;
+        char* address = element_at(x.data, x.dtype, place);
+        if (x.dtype == DType::kF32) {
+          *reinterpret_cast<float2*>(address) = make_float2(low, high);
+        } else {
+          *reinterpret_cast<uint32_t*>(address) =
+              x.dtype == DType::kBF16 ? pack<DType::kBF16>(low, high) : pack<DType::kF16>(low, high);
+        }
+      } else {
+        if (key < D) store_float(x.data, x.dtype, place, low);
+        if (key + 1 < D) store_float(x.data, x.dtype, place + x.strides[3], high);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void load_four(const float4& from, float (&values)[4]) {
+  values[0] = from.x;
+  values[1] = from.y;
+  values[2] = from.z;
+  values[3] = from.w;
+}
+__device__ __forceinline__ float4 four_of(const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); }
+
+// Sums over the rows of a warp's columns to one row of shared memory, in fp64.
+__device__ __forceinline__ void put_parameters(const float (&dw)[4], const float (&db)[4], const Lane& at,
+                                               double* dw_row, double* db_row) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    auto w = static_cast<double>(dw[e]), b = static_cast<double>(db[e]);
+#pragma unroll
+    for (int distance = 4; distance < kWarpSize; distance *= 2) {
+      w += __shfl_xor_sync(kAllLanes, w, distance);
+      b += __shfl_xor_sync(kAllLanes, b, distance);
+    }
+    if (at.g == 0) {
+      dw_row[at.column + e] = w;
+      db_row[at.column + e] = b;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fastweight::cuda::ttt
