@@ -67,7 +67,7 @@ struct RowTerms {
 template <int kD>
 struct ReverseExchange {
   static constexpr int kWarps = kD / kWarpColumns;
-  static constexpr int kRow = kD + 4;  // keeps rows in different banks
+  static constexpr int kRow = kD + 16;  // two rows in different banks
 
   float4 x[kWarps][2][kWarpSize];
   float4 u[kWarps][2][kWarpSize];            // w x + b - v + k
@@ -84,10 +84,13 @@ struct ReverseExchange {
   float eta_Dm_unit;
 };
 
-// Sums of two numbers per row by the warps of a group.
+// Of every row, by the warps of a group: mean and variance of the warp's columns of z; its sums of y, x y, w^2 x and
+// w^2 x^2; mean and variance of its columns of y and its sums of w do and w do (y - mean).
 template <int kD>
 struct GroupSums {
-  alignas(16) RowSums<kD, kTileRows> inner, gradient, weights, outer, outer_gradient;
+  alignas(16) RowSums<kD, kTileRows> inner;
+  float4 gradient[kD / kWarpColumns][kTileRows];
+  float4 outer[kD / kWarpColumns][kTileRows];
 
   // By all threads of the block: what warps that D does not need would put.
   __device__ void clear() {
@@ -96,7 +99,7 @@ struct GroupSums {
   }
 };
 
-// .. and of five by those of the chain: dn, x dn, w^2 dn, w^2 x dn, and y dn.
+// .. and by those of the chain the sums of dn, x dn, w^2 dn, w^2 x dn and y dn.
 template <int kD>
 struct ChainSums {
   float4 four[kD / kWarpColumns][kTileRows];

@@ -15,7 +15,7 @@ template <DType kType, int kD, bool kFull>
 struct ReverseChain {
   const DeviceProblem& p;
   const Columns<kFull>& columns;
-  const Lane& at;
+  Lane at;
   int warps;
   float mean_ww;  // of w^2
   ChainSums<kD>& sums;
@@ -50,7 +50,7 @@ struct ReverseChain {
   // dn, the warp's share of the five sums, and the lane's of <n, F>.
   __device__ __forceinline__ void put_row_sums(LaneRows<kTileRows>& F, float eta, ReverseExchange<kD>& exchange,
                                                ChainRows& rows) const {
-    float own[2][5], nF = 0.0f;
+    float own[2][5] = {}, nF = 0.0f;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = at.row(0, half);
@@ -59,8 +59,6 @@ struct ReverseChain {
       load_four(*reinterpret_cast<const float4*>(&exchange.base[row * exchange.kRow + at.column]), base);
       load_four(exchange.x[at.warp][half][at.lane], rows.x[half]);
       load_four(exchange.u[at.warp][half][at.lane], rows.u[half]);
-#pragma unroll
-      for (int i = 0; i < 5; ++i) own[half][i] = 0.0f;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float f = element<kTileRows>(F, 0, half, e), x = rows.x[half][e], y = columns.w[e] * rows.u[half][e];
@@ -75,16 +73,10 @@ struct ReverseChain {
       }
     }
     exchange.nF[at.warp][at.lane] = nF;
-    const int half = at.t % 2;
-    float kept[5];
-#pragma unroll
-    for (int i = 0; i < 5; ++i) {
-      kept[i] = half == 0 ? own[0][i] : own[1][i];
-      kept[i] += __shfl_xor_sync(kAllLanes, half == 0 ? own[1][i] : own[0][i], 1);
-      kept[i] += __shfl_xor_sync(kAllLanes, kept[i], 2);
-    }
-    sums.four[at.warp][at.row(0, half)] = make_float4(kept[0], kept[1], kept[2], kept[3]);
-    sums.fifth[at.warp][at.row(0, half)] = kept[4];
+    float total[5];
+    const int half = sum_over_quad(own, at, total);
+    sums.four[at.warp][at.row(0, half)] = make_float4(total[0], total[1], total[2], total[3]);
+    sums.fifth[at.warp][at.row(0, half)] = total[4];
   }
 
   // The means over a row of dn, x dn, w^2 dn, w^2 x dn and y dn.
@@ -208,12 +200,13 @@ __device__ __forceinline__ void run_reverse_chain(const ReverseArgs& args, const
     ww = fmaf(w, w, ww);
   }
   ww = sum_over_lanes<kWarpSize>(ww) * p.inverse_head_dim;
-  const ReverseChain<kType, kD, kFull> chain{p, columns, at, threads / kWarpSize, ww, shared.chain_sums};
+  ReverseChain<kType, kD, kFull> chain{p, columns, at, threads / kWarpSize, ww, shared.chain_sums};
   State<kD> dh;
   dh.load(args.chain, sequence, head, at);
   float dw[4] = {}, db[4] = {};
   int group = 0, buffer = 0, stage = 0, turn = 0;
   for (int64_t t = 0; t < order.count; ++t) {
+    chain.at.forget();
     signals.prepared.wait(turn);
     ReverseStage<kD>& rows = shared.stages[group][stage];
     chain.step(signals, rows.eta[order.tokens(t) - 1], rows, shared.exchange[group][buffer], dh, dw, db);

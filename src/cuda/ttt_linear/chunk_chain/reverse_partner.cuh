@@ -20,6 +20,7 @@ struct ReverseLoader {
   // Starts the copies of mini-batch t; those of its step sizes end in registers.
   __device__ __forceinline__ void start(int64_t t, ReverseStage<kD>& stage) {
     if (t >= order.count) return;
+    thread = opaque(thread);  // where its pieces are is computed here, not kept
     const DeviceProblem& p = args.chain.problem;
     const int count = order.tokens(t);
     const int64_t token = order.token(t);
@@ -72,7 +73,7 @@ struct ReversePartner {
   const ReverseArgs& args;
   const DeviceProblem& p;
   const Columns<kFull>& columns;
-  const Lane& at;
+  Lane at;
   const ReverseSignals& signals;
   int warps, group;
   float key_w[4];  // w of the lane's keys of dk
@@ -124,7 +125,7 @@ struct ReversePartner {
   __device__ __forceinline__ void put_gradient_sums(LaneRows<kTileRows>& z, ReverseStage<kD>& stage,
                                                     ReverseExchange<kD>& exchange, float (&x)[2][4], float (&u)[2][4],
                                                     float (&r)[2]) const {
-    float2 gradient[2], weights[2];
+    float own[2][4] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = at.row(0, half);
@@ -132,23 +133,23 @@ struct ReversePartner {
       float k[4], v[4];
       load_four<kType>(stage.k(), row, at.column, k);
       load_four<kType>(stage.v(), row, at.column, v);
-      gradient[half] = weights[half] = make_float2(0.0f, 0.0f);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         x[half][e] = columns.masked(e, (element<kTileRows>(z, 0, half, e) - norm.x) * norm.y);
         u[half][e] = fmaf(columns.w[e], x[half][e], columns.b[e] - v[e] + k[e]);
         const float y = columns.w[e] * u[half][e], ww_x = columns.ww[e] * x[half][e];
-        gradient[half].x += y;
-        gradient[half].y = fmaf(x[half][e], y, gradient[half].y);
-        weights[half].x += ww_x;
-        weights[half].y = fmaf(x[half][e], ww_x, weights[half].y);
+        own[half][0] += y;
+        own[half][1] = fmaf(x[half][e], y, own[half][1]);
+        own[half][2] += ww_x;
+        own[half][3] = fmaf(x[half][e], ww_x, own[half][3]);
       }
       r[half] = norm.y;
       exchange.x[at.warp][half][at.lane] = four_of(x[half]);
       exchange.u[at.warp][half][at.lane] = four_of(u[half]);
     }
-    put_sums<kD, kTileRows>(gradient, 0, at, sums.gradient, [](int, float2 sum) { return sum; });
-    put_sums<kD, kTileRows>(weights, 0, at, sums.weights, [](int, float2 sum) { return sum; });
+    float total[4];
+    const int half = sum_over_quad(own, at, total);
+    sums.gradient[at.warp][at.row(0, half)] = four_of(total);
   }
 
   // n, and y = y - eta (P n).
@@ -159,8 +160,18 @@ struct ReversePartner {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = at.row(0, half);
-      const float2 means = get_means(sums.gradient[row], p), weights = get_means(sums.weights[row], p);
-      if (at.warp == 0 && at.t == 0) exchange.rows[row] = {r[half], means.x, means.y, weights.x, weights.y};
+      float total[4] = {};
+#pragma unroll
+      for (int w = 0; w < kSteps; ++w) {
+        float part[4];
+        load_four(sums.gradient[w][row], part);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) total[i] += part[i];
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) total[i] *= p.inverse_head_dim;
+      const float2 means = make_float2(total[0], total[1]);
+      if (at.warp == 0 && at.t == 0) exchange.rows[row] = {r[half], total[0], total[1], total[2], total[3]};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float value = inner_gradient(r[half], means, x[half][e], columns.w[e] * u[half][e]);
@@ -188,43 +199,69 @@ struct ReversePartner {
     }
   }
 
-  // xo in the place of y, and the sums of w do and xo w do; dw and db of the outer norm.
-  __device__ __forceinline__ void put_output_sums(LaneRows<kTileRows>& y, ReverseStage<kD>& stage, float (&d_o)[2][4],
-                                                  float (&r)[2], float (&dw)[4], float (&db)[4]) const {
-    float2 own[2];
+  // The warp's share of the statistics of y, mean and variance of its columns as in put_statistics, and of the sums of
+  // w do and w do (y - mean), with the mean of the warp.
+  __device__ __forceinline__ void put_output_sums(LaneRows<kTileRows>& y, ReverseStage<kD>& stage,
+                                                  float (&d_o)[2][4]) const {
+    float own[2][4] = {}, first[2], total[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = at.row(0, half);
-      const float2 norm = get_norm<kFull>(sums.outer[row], p);
-      load_four<kType>(stage.d_o(), row, at.column, d_o[half]);
-      own[half] = make_float2(0.0f, 0.0f);
+      load_four<kType>(stage.d_o(), at.row(0, half), at.column, d_o[half]);
+      first[half] = __shfl_sync(kAllLanes, element<kTileRows>(y, 0, half, 0), at.lane - at.t);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float& x = element<kTileRows>(y, 0, half, e);
-        x = columns.masked(e, (x - norm.x) * norm.y);
+        const float d = columns.masked(e, element<kTileRows>(y, 0, half, e) - first[half]);
         const float w_do = columns.w[e] * d_o[half][e];
-        own[half].x += w_do;
-        own[half].y = fmaf(x, w_do, own[half].y);
-        dw[e] = fmaf(d_o[half][e], x, dw[e]);
-        db[e] += d_o[half][e];
+        own[half][0] += d;
+        own[half][1] = fmaf(d, d, own[half][1]);
+        own[half][2] += w_do;
+        own[half][3] = fmaf(d, w_do, own[half][3]);
       }
-      r[half] = norm.y;
     }
-    put_sums<kD, kTileRows>(own, 0, at, sums.outer_gradient, [](int, float2 sum) { return sum; });
+    const int half = sum_over_quad(own, at, total);
+    const float distance = columns.mean(total[0]);
+    sums.outer[at.warp][at.row(0, half)] =
+        make_float4((half == 0 ? first[0] : first[1]) + distance, fmaf(-distance, distance, columns.mean(total[1])),
+                    total[2], fmaf(-distance, total[2], total[3]));
   }
 
-  // dyo, and base = -P^T (eta dyo), the step sizes in units.
-  __device__ __forceinline__ void make_output_gradients(LaneRows<kTileRows>& xo, const float (&d_o)[2][4],
-                                                        const float (&r)[2], const float (&P)[2][4],
-                                                        const float (&eta)[2], ReverseExchange<kD>& exchange) const {
+  // The norm of a row of y, and the means of w do and xo w do.
+  __device__ __forceinline__ float2 get_output_means(int row, float2& norm) const {
+    float means[kSteps], variances[kSteps], w_do = 0.0f, y_w_do = 0.0f;
+    float4 parts[kSteps];
+#pragma unroll
+    for (int w = 0; w < kSteps; ++w) {
+      parts[w] = sums.outer[w][row];
+      means[w] = parts[w].x;
+    }
+    const float mean = Columns<kFull>::mean(p, means);
+#pragma unroll
+    for (int w = 0; w < kSteps; ++w) {
+      const float distance = parts[w].x - mean;
+      variances[w] = fmaf(distance, distance, parts[w].y);
+      w_do += parts[w].z;
+      y_w_do += fmaf(distance, parts[w].z, parts[w].w);
+    }
+    norm = make_float2(mean, rsqrt_approx(Columns<kFull>::mean(p, variances) + p.eps));
+    return make_float2(w_do * p.inverse_head_dim, norm.y * y_w_do * p.inverse_head_dim);
+  }
+
+  // dyo, and base = -P^T (eta dyo), the step sizes in units; dw and db of the outer norm.
+  __device__ __forceinline__ void make_output_gradients(LaneRows<kTileRows>& y, const float (&d_o)[2][4],
+                                                        const float (&P)[2][4], const float (&eta)[2],
+                                                        ReverseExchange<kD>& exchange, float (&dw)[4],
+                                                        float (&db)[4]) const {
     float dyo[2][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float2 means = get_means(sums.outer_gradient[at.row(0, half)], p);
+      float2 norm;
+      const float2 means = get_output_means(at.row(0, half), norm);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float x = element<kTileRows>(xo, 0, half, e);
-        dyo[half][e] = d_o[half][e] + inner_gradient(r[half], means, x, columns.w[e] * d_o[half][e]);
+        const float xo = (element<kTileRows>(y, 0, half, e) - norm.x) * norm.y, g = d_o[half][e];
+        dyo[half][e] = g + inner_gradient(norm.y, means, xo, columns.w[e] * g);
+        dw[e] = fmaf(g, xo, dw[e]);
+        db[e] += g;
       }
     }
     const uint4 operand = pack_rows<kType>(dyo, 1.0f, columns);
@@ -320,19 +357,20 @@ struct ReversePartner {
   __device__ __forceinline__ void prepare(int turn, int64_t dq_offset, int count, ReverseStage<kD>& stage,
                                           ReverseExchange<kD>& exchange, float (&dw)[4], float (&db)[4]) const {
     LaneRows<kTileRows> z = {}, y = {};
-    float P[2][4] = {}, x[2][4], u[2][4], d_o[2][4], r[2];
+    float P[2][4] = {}, d_o[2][4];
     read_state(stage, z, y, P);
     put_statistics<kD, kTileRows>(z, columns, at, sums.inner);
     const float eta[2] = {stage.eta[at.row(0, 0)], stage.eta[at.row(0, 1)]};
     meet();
-    put_gradient_sums(z, stage, exchange, x, u, r);
+    {
+      float x[2][4], u[2][4], r[2];
+      put_gradient_sums(z, stage, exchange, x, u, r);
+      meet();
+      make_outputs(x, u, r, P, count, stage, exchange, y);
+    }
+    put_output_sums(y, stage, d_o);
     meet();
-    make_outputs(x, u, r, P, count, stage, exchange, y);
-    put_statistics<kD, kTileRows>(y, columns, at, sums.outer);
-    meet();
-    put_output_sums(y, stage, d_o, r, dw, db);
-    meet();
-    make_output_gradients(y, d_o, r, P, eta, exchange);
+    make_output_gradients(y, d_o, P, eta, exchange, dw, db);
     signals.prepared.arrive(turn);
     meet();
     float Dm[2][4] = {};
@@ -427,6 +465,7 @@ __device__ __forceinline__ void run_reverse_group(const ReverseArgs& args, const
   int stage = 0, next = 1, before = 2, buffer = 0, turn = group;
   int64_t t = group;
   for (; t < order.count; t += kGroups) {
+    partner.at.forget();
     wait_copies<0>();
     signals.meet_group(group);  // all rows are here, and the stage of t - 4 has been read
     loader.start(t + kGroups, stages[next]);

@@ -134,6 +134,19 @@ __device__ __forceinline__ void load_four(const float4& from, float (&values)[4]
 }
 __device__ __forceinline__ float4 four_of(const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); }
 
+// Sums over the four lanes of a row of numbers of tokens g and g + 8; the lane gets those of the half that is returned.
+template <int kCount>
+__device__ __forceinline__ int sum_over_quad(const float (&own)[2][kCount], const Lane& at, float (&total)[kCount]) {
+  const int half = at.t % 2;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    total[i] = half == 0 ? own[0][i] : own[1][i];
+    total[i] += __shfl_xor_sync(kAllLanes, half == 0 ? own[1][i] : own[0][i], 1);
+    total[i] += __shfl_xor_sync(kAllLanes, total[i], 2);
+  }
+  return half;
+}
+
 // Sums over the rows of a warp's columns to one row of shared memory, in fp64.
 __device__ __forceinline__ void put_parameters(const float (&dw)[4], const float (&db)[4], const Lane& at,
                                                double* dw_row, double* db_row) {
