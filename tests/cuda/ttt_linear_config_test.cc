@@ -16,6 +16,12 @@ TEST(CudaTttLinearConfig, Chain) {
   EXPECT_EQ(chain_config(65).text(), "D < 128, 320 threads, 143872 bytes of shared memory");
 }
 
+TEST(CudaTttLinearConfig, ChainInReverse) {
+  EXPECT_EQ(reverse_config(64).text(), "D = 64, 384 threads, 226816 bytes of shared memory");
+  EXPECT_EQ(reverse_config(20).text(), "D < 64, 192 threads, 226816 bytes of shared memory");
+  EXPECT_LE(reverse_config(64).shared_bytes, size_t{227 * 1024}) << "what sm_90 has";
+}
+
 // As many stages as a block's shared memory holds, on devices of sm_90, sm_80 and sm_89.
 TEST(CudaTttLinearConfig, Tiles) {
   constexpr size_t kSm90 = 227 * 1024, kSm80 = 163 * 1024, kSm89 = 99 * 1024;

@@ -84,9 +84,9 @@ __device__ __forceinline__ void load_mini_batch(const BackwardArgs& args, const 
 }
 
 // F = k dh + dc
-__device__ __forceinline__ void read_state_gradient(const DeviceProblem& p, const Adjoint& s) {
+__device__ __forceinline__ void read_state_gradient(const DeviceProblem& p, const Adjoint& s, TileDealer& dealer) {
   const int width = round_up_to_4(p.head_dim);
-  for_each_tile(p.mini_batch, width, [&](Tile& tile) {
+  dealer.deal(p.mini_batch, width, [&](Tile& tile) {
     tile.add(s.mb.k, s.dh, width);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
@@ -152,7 +152,8 @@ __device__ __forceinline__ void outer_adjoint(const DeviceProblem& p, const Toke
 __device__ __forceinline__ void inner_gradient_adjoint(const DeviceProblem& p, const Tokens& tokens, const Adjoint& s) {
   const int C = p.mini_batch, width = round_up_to_4(p.head_dim);
   const float eta = s.mb.eta[tokens.count - 1];
-  for_each_tile(C, width, [&](Tile& tile) {
+  TileDealer dealer;
+  dealer.deal(C, width, [&](Tile& tile) {
     tile.add_left_transposed(s.mb.P, s.dyo, tile.i, C, [&](int i) { return s.mb.eta[i]; });
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
@@ -163,7 +164,7 @@ __device__ __forceinline__ void inner_gradient_adjoint(const DeviceProblem& p, c
       s.dn.store(tile.i + r, tile.j / 4, values);
     }
   });
-  for_each_tile(C, C, [&](Tile& tile) {
+  dealer.deal(C, C, [&](Tile& tile) {
     if (tile.j <= tile.i) tile.add_right_transposed(s.dyo, s.mb.n, width);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
@@ -212,8 +213,9 @@ __device__ __forceinline__ void store_key_gradients(const BackwardArgs& args, co
   const DeviceProblem& p = args.problem;
   const int C = p.mini_batch, D = p.head_dim, width = round_up_to_4(D);
   const float eta = s.mb.eta[tokens.count - 1];
+  TileDealer dealer;
   if (args.dq.present()) {
-    for_each_tile(C, width, [&](Tile& tile) {
+    dealer.deal(C, width, [&](Tile& tile) {
       Tile moves(tile.i, tile.j);
       tile.add_right_transposed(s.dyo, s.mb.h, width);
       moves.add(s.Dm, s.mb.k, tile.i + 4);
@@ -229,7 +231,7 @@ __device__ __forceinline__ void store_key_gradients(const BackwardArgs& args, co
     });
   }
   if (!args.dk.present()) return;
-  for_each_tile(C, width, [&](Tile& tile) {
+  dealer.deal(C, width, [&](Tile& tile) {
     Tile writes(tile.i, tile.j);
     tile.add_right_transposed(s.dn, s.mb.h, width);
     tile.add_left_transposed(s.Dm, s.mb.k.from_row(C), tile.i, C, [&](int i) { return -p.scale * s.mb.eta[i]; });
@@ -301,7 +303,8 @@ __device__ __forceinline__ void add_column_sums(const DeviceProblem& p, const To
 __device__ __forceinline__ void move_state_gradient(const DeviceProblem& p, const Tokens& tokens, const Adjoint& s) {
   const int width = round_up_to_4(p.head_dim);
   const Matrix q = s.mb.k.from_row(p.mini_batch);
-  for_each_tile(width, width, [&](Tile& tile) {
+  TileDealer dealer;
+  dealer.deal(width, width, [&](Tile& tile) {
     tile.add_left_transposed(q, s.dyo, 0, tokens.count, [&](int) { return p.scale; });
     tile.add_left_transposed(s.mb.k, s.dn, 0, tokens.count, [](int) { return 1.0f; });
 #pragma unroll
@@ -327,16 +330,18 @@ __device__ void run_head(const BackwardArgs& args, int64_t sequence, int head, c
   double dw = 0, db = 0;
 #pragma unroll 1
   for (int64_t m = chunks_of(span.length, C) - 1; m >= 0; --m) {
-    const Tokens tokens{span.batch, span.begin + m * C, head, static_cast<int>(min(span.length - m * C, int64_t{C}))};
+    const Tokens tokens{span.batch, span.begin + m * C, head, static_cast<int>(min(span.length - m * C, int64_t{C})),
+                        m > 0 ? -C : 0};
+    TileDealer reads, outputs;
     load_mini_batch(args, tokens, (first + m) * p.num_heads + head, s);
     __syncthreads();
-    read_state(p, true, s.mb);
-    read_state_gradient(p, s);
-    make_p(p, s.mb);
+    read_state(p, true, s.mb, reads);
+    read_state_gradient(p, s, reads);
+    make_p(p, s.mb, reads);
     __syncthreads();
     make_gradients(p, at, s);
     __syncthreads();
-    make_outputs(p, s.mb);
+    make_outputs(p, s.mb, outputs);
     __syncthreads();
     outer_adjoint(p, tokens, at, s);
     __syncthreads();

@@ -58,20 +58,22 @@ __device__ void run_head(const ForwardArgs& args, int64_t sequence, int head, co
   load_state(args.initial_state, args.initial_state_bias, sequence, head, D, mb.h, mb.c);
 #pragma unroll 1
   for (int64_t t = 0; t < span.length; t += C) {
-    const Tokens tokens{span.batch, span.begin + t, head, static_cast<int>(min(span.length - t, int64_t{C}))};
+    const Tokens tokens{span.batch, span.begin + t, head, static_cast<int>(min(span.length - t, int64_t{C})),
+                        t + 2 * C <= span.length ? C : 0};
+    TileDealer reads, writes;
     load_mini_batch(p, tokens, outputs, mb);
     __syncthreads();
     if (args.kept.present()) {
       for_each_kept(args.kept, (first + t / C) * p.num_heads + head, D, mb,
                     [](float4& to, const float4& from) { to = from; });
     }
-    read_state(p, outputs, mb);
-    if (outputs) make_p(p, mb);
+    read_state(p, outputs, mb, reads);
+    if (outputs) make_p(p, mb, reads);
     __syncthreads();
     make_gradients(p, at, mb);
     __syncthreads();
-    if (outputs) make_outputs(p, mb);
-    move_state(p, tokens, mb);
+    if (outputs) make_outputs(p, mb, writes);
+    move_state(p, tokens, mb, writes);
     __syncthreads();
     if (outputs) store_outputs(p, args.o, tokens, at, mb);
   }

@@ -96,15 +96,26 @@ struct Tile {
   }
 };
 
-// The threads of the block go over the tiles of a matrix: body(tile).
-template <class Body>
-__device__ __forceinline__ void for_each_tile(int rows, int columns, const Body& body) {
-  const int across = columns / 4, count = rows / 4 * across;
+// Deals the tiles of the products between two barriers to the threads of the block: those of the next product go on where
+// those of the one before ended, so that small products run side by side.
+class TileDealer {
+ public:
+  // body(tile)
+  template <class Body>
+  __device__ __forceinline__ void deal(int rows, int columns, const Body& body) {
+    const int across = columns / 4, count = rows / 4 * across, threads = static_cast<int>(blockDim.x);
+    int n = static_cast<int>(threadIdx.x) - next_;
+    if (n < 0) n += threads;
 #pragma unroll 1
-  for (int n = static_cast<int>(threadIdx.x); n < count; n += static_cast<int>(blockDim.x)) {
-    Tile tile(n / across * 4, n % across * 4);
-    body(tile);
+    for (; n < count; n += threads) {
+      Tile tile(n / across * 4, n % across * 4);
+      body(tile);
+    }
+    next_ = (next_ + count) % threads;
   }
-}
+
+ private:
+  int next_ = 0;  // the thread that gets the next tile
+};
 
 }  // namespace fastweight::cuda::ttt::chunk_fp32

@@ -73,6 +73,7 @@ struct MiniBatch {
 struct Tokens {
   int64_t batch, begin;
   int head, count;  // tokens; rows beyond them extend the mini-batch
+  int next;         // where the next mini-batch is that has all its tokens, relative to this one; 0: there is none
 };
 
 namespace {
@@ -144,7 +145,8 @@ __device__ __forceinline__ float inner_gradient(const DeviceProblem& p, const Ro
 
 // ---- Between memory and matrices ------------------------------------------------------------------------------------
 
-// Rows of a [B, T, H, D] tensor, 0 for rows that extend the mini-batch; all 0 of a tensor that is absent.
+// Rows of a [B, T, H, D] tensor, 0 for rows that extend the mini-batch; all 0 of a tensor that is absent. Asks the L2
+// cache for those of the mini-batch that comes next.
 __device__ __forceinline__ void load_rows(const DeviceTensor& x, const Tokens& tokens, int rows, int D,
                                           const Matrix& to) {
   const int across = round_up_to_4(D) / 4;
@@ -155,6 +157,9 @@ __device__ __forceinline__ void load_rows(const DeviceTensor& x, const Tokens& t
     if (x.present() && row < tokens.count) {
       const char* from = element_at(x.data, x.dtype, row_offset(x, tokens.batch, tokens.begin + row, tokens.head));
       const RawVec4 raw = load_part(x, from, 4 * q, D);
+      if (q % 8 == 0 && tokens.next != 0) {
+        prefetch(from + byte_offset(x.dtype, tokens.next * x.strides[1] + 4 * q * x.strides[3]));
+      }
       with_type(x.dtype, [&](auto type) { decode_vec4<type.value>(raw, values); });
     }
     to.store(row, q, values);
@@ -234,9 +239,10 @@ __device__ __forceinline__ void for_each_kept(const KeptStates& kept, int64_t nu
 // ---- Products -------------------------------------------------------------------------------------------------------
 
 // k h + c, and below, if there are queries, scale q h + c.
-__device__ __forceinline__ void read_state(const DeviceProblem& p, bool queries, const MiniBatch& mb) {
+__device__ __forceinline__ void read_state(const DeviceProblem& p, bool queries, const MiniBatch& mb,
+                                           TileDealer& dealer) {
   const int C = p.mini_batch, width = round_up_to_4(p.head_dim);
-  for_each_tile(queries ? 2 * C : C, width, [&](Tile& tile) {
+  dealer.deal(queries ? 2 * C : C, width, [&](Tile& tile) {
     tile.add(mb.k, mb.h, width);
     const float scale = tile.i < C ? 1.0f : p.scale;
 #pragma unroll
@@ -249,10 +255,10 @@ __device__ __forceinline__ void read_state(const DeviceProblem& p, bool queries,
   });
 }
 
-__device__ __forceinline__ void make_p(const DeviceProblem& p, const MiniBatch& mb) {
+__device__ __forceinline__ void make_p(const DeviceProblem& p, const MiniBatch& mb, TileDealer& dealer) {
   const int C = p.mini_batch;
   const Matrix q = mb.k.from_row(C);
-  for_each_tile(C, C, [&](Tile& tile) {
+  dealer.deal(C, C, [&](Tile& tile) {
     if (tile.j <= tile.i) tile.add_right_transposed(q, mb.k, round_up_to_4(p.head_dim));
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
@@ -265,10 +271,10 @@ __device__ __forceinline__ void make_p(const DeviceProblem& p, const MiniBatch& 
 }
 
 // y = scale q h + c - eta (P n)
-__device__ __forceinline__ void make_outputs(const DeviceProblem& p, const MiniBatch& mb) {
+__device__ __forceinline__ void make_outputs(const DeviceProblem& p, const MiniBatch& mb, TileDealer& dealer) {
   const int C = p.mini_batch;
   const Matrix y = mb.x.from_row(C);
-  for_each_tile(C, round_up_to_4(p.head_dim), [&](Tile& tile) {
+  dealer.deal(C, round_up_to_4(p.head_dim), [&](Tile& tile) {
     tile.add(mb.P, mb.n, tile.i + 4);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
@@ -282,10 +288,11 @@ __device__ __forceinline__ void make_outputs(const DeviceProblem& p, const MiniB
 }
 
 // h = h - eta_L k^T n, c = c - eta_L sum n, the sums being complete before the step is taken.
-__device__ __forceinline__ void move_state(const DeviceProblem& p, const Tokens& tokens, const MiniBatch& mb) {
+__device__ __forceinline__ void move_state(const DeviceProblem& p, const Tokens& tokens, const MiniBatch& mb,
+                                           TileDealer& dealer) {
   const int width = round_up_to_4(p.head_dim);
   const float eta = mb.eta[tokens.count - 1];
-  for_each_tile(width, width, [&](Tile& tile) {
+  dealer.deal(width, width, [&](Tile& tile) {
     tile.add_left_transposed(mb.k, mb.n, 0, tokens.count, [](int) { return 1.0f; });
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
