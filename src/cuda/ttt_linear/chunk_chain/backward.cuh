@@ -85,12 +85,13 @@ struct ReverseExchange {
 };
 
 // Of every row, by the warps of a group: mean and variance of the warp's columns of z; its sums of y, x y, w^2 x and
-// w^2 x^2; mean and variance of its columns of y and its sums of w do and w do (y - mean).
+// w^2 x^2; mean and variance of its columns of y and its sums of w do and w do (y - mean). And the parameters of the norm.
 template <int kD>
 struct GroupSums {
   alignas(16) RowSums<kD, kTileRows> inner;
   float4 gradient[kD / kWarpColumns][kTileRows];
   float4 outer[kD / kWarpColumns][kTileRows];
+  alignas(16) float w[kD], b[kD];
 
   // By all threads of the block: what warps that D does not need would put.
   __device__ void clear() {

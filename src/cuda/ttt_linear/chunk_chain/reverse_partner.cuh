@@ -8,63 +8,101 @@
 namespace fastweight::cuda::ttt {
 namespace {
 
-// Brings the rows and the state of a group's mini-batches.
-template <int kD>
-struct ReverseLoader {
-  const ReverseArgs& args;
-  const ReverseOrder& order;
-  int64_t sequence;
-  int head, thread, threads;
-  uint32_t eta_bits = 0;
+// Brings the rows and the states of a group's mini-batches, one after the other, by all threads of the group. Where the
+// layout allows it a thread has one piece of 16 bytes of each of q, k, v and d_o, and pointers to them.
+template <int kD, bool kFull>
+class ReverseLoader {
+ public:
+  __device__ __forceinline__ ReverseLoader(const ReverseArgs& args, const ReverseOrder& order, int64_t first, int head,
+                                           int group, int thread, int threads)
+      : args_(args), order_(order), head_(head), thread_(thread), threads_(threads) {
+    number_ = (first + order.number(group)) * args.chain.problem.num_heads + head;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const DeviceTensor& x = tensor(i);
+      pieces_[i] = static_cast<const uint16_t*>(x.data) +
+                   row_offset(x, order.batch, order.token(group) + thread / kSegments, head) + 8 * (thread % kSegments);
+    }
+  }
 
   // Starts the copies of mini-batch t; those of its step sizes end in registers.
   __device__ __forceinline__ void start(int64_t t, ReverseStage<kD>& stage) {
-    if (t >= order.count) return;
-    thread = opaque(thread);  // where its pieces are is computed here, not kept
-    const DeviceProblem& p = args.chain.problem;
-    const int count = order.tokens(t);
-    const int64_t token = order.token(t);
-    copy_tile(p.q, token, count, {stage.rows[0]});
-    copy_tile(p.k, token, count, {stage.rows[1]});
-    copy_tile(p.v, token, count, {stage.rows[2]});
-    copy_tile(args.d_o, token, count, {stage.rows[3]});
-    const int64_t number =
-        (first_mini_batch(p.sequences, order.span, sequence, kTileRows) + order.number(t)) * p.num_heads + head;
-    const int bytes = threads / kWarpSize * (kD / 16) * 512;  // of the columns that exist
-    const char* h = reinterpret_cast<const char*>(args.kept.h + number * kD * kD);
-    for (int i = 16 * thread; i < bytes; i += 16 * threads) copy_async(shared_address(stage.h) + i, h + i, true);
-    const char* c = reinterpret_cast<const char*>(args.kept.c + number * kD);
-    if (thread < threads / 8) copy_async(shared_address(stage.c) + 16 * thread, c + 16 * thread, true);
-    if (thread < count) {
-      eta_bits = load_bits(
-          element_at(p.eta.data, p.eta.dtype, row_offset(p.eta, order.span.batch, token + thread, head)), p.eta.dtype);
+    if (t >= order_.count) return;
+    thread_ = opaque(thread_);  // where its pieces come to lie is computed here, not kept
+    const DeviceProblem& p = args_.chain.problem;
+    const int count = order_.tokens(t);
+    if (kFull && args_.vectors) {
+      copy_pieces(count, stage);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < 4; ++i) copy_tile(tensor(i), order_.token(t), count, {stage.rows[i]});
+    }
+    copy_state(stage);
+    number_ -= kGroups * p.num_heads;
+    if (thread_ < count) {
+      const int64_t offset = row_offset(p.eta, order_.batch, order_.token(t) + thread_, head_);
+      eta_bits_ = load_bits(element_at(p.eta.data, p.eta.dtype, offset), p.eta.dtype);
     }
   }
 
-  // After the others have been waited for.
+  // The step sizes of mini-batch t, which have arrived by now.
   __device__ __forceinline__ void store_etas(int64_t t, ReverseStage<kD>& stage) const {
-    if (t >= order.count || thread >= kTileRows) return;
-    stage.eta[thread] = thread < order.tokens(t) ? decode(eta_bits, args.chain.problem.eta.dtype) : 0.0f;
+    if (t >= order_.count || thread_ >= kTileRows) return;
+    stage.eta[thread_] = thread_ < order_.tokens(t) ? decode(eta_bits_, args_.chain.problem.eta.dtype) : 0.0f;
   }
 
  private:
-  // Rows of zeros of a tensor that is absent.
+  static constexpr int kSegments = SharedTile<kD>::kSegments;
+
+  __device__ __forceinline__ const DeviceTensor& tensor(int i) const {
+    const DeviceProblem& p = args_.chain.problem;
+    return i == 0 ? p.q : i == 1 ? p.k : i == 2 ? p.v : args_.d_o;
+  }
+
+  __device__ __forceinline__ void copy_pieces(int count, ReverseStage<kD>& stage) {
+    const int row = thread_ / kSegments, segment = thread_ % kSegments;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const DeviceTensor& x = tensor(i);
+      copy_async(SharedTile<kD>{stage.rows[i]}.address(row, segment), pieces_[i], row < count && x.present());
+      pieces_[i] -= kGroups * kTileRows * x.strides[1];
+    }
+  }
+
+  // In any layout, by any number of threads. Rows of zeros of a tensor that is absent.
   __device__ __forceinline__ void copy_tile(const DeviceTensor& x, int64_t token, int count,
                                             const SharedTile<kD>& tile) const {
-    constexpr int kSegments = SharedTile<kD>::kSegments;
-    const int64_t offset = row_offset(x, order.span.batch, token, head);
-    const int rows = x.present() ? count : 0;
-    if (!args.vectors) {
-      gather_tile<kTileRows, kD>(tile, x, offset, rows, 0, args.chain.problem.head_dim, thread, threads);
+    const int64_t offset = row_offset(x, order_.batch, token, head_);
+    const int rows = x.present() ? count : 0, D = args_.chain.problem.head_dim;
+    if (!args_.vectors) {
+      gather_tile<kTileRows, kD>(tile, x, offset, rows, 0, D, thread_, threads_);
       return;
     }
-    const auto* data = x.present() ? static_cast<const uint16_t*>(x.data) + offset : args.kept.h;
-    for (int i = thread; i < kTileRows * kSegments; i += threads) {
+    const auto* data = x.present() ? static_cast<const uint16_t*>(x.data) + offset : args_.kept.h;
+#pragma unroll 1
+    for (int i = thread_; i < kTileRows * kSegments; i += threads_) {
       const int row = i / kSegments, segment = i % kSegments;
-      const bool exists = row < rows && 8 * segment < args.chain.problem.head_dim;
+      const bool exists = row < rows && 8 * segment < D;
       copy_async(tile.address(row, segment), exists ? data + row * x.strides[1] + 8 * segment : data, exists);
     }
   }
+
+  // h of the columns that exist, and c.
+  __device__ __forceinline__ void copy_state(ReverseStage<kD>& stage) const {
+    const char* h = reinterpret_cast<const char*>(args_.kept.h + number_ * kD * kD) + 16 * thread_;
+    const uint32_t to = shared_address(stage.h) + 16 * static_cast<uint32_t>(thread_);
+#pragma unroll
+    for (int i = 0; i < kD / 16; ++i) copy_async(to + 16 * i * threads_, h + 16 * i * threads_, true);
+    const char* c = reinterpret_cast<const char*>(args_.kept.c + number_ * kD) + 16 * thread_;
+    if (thread_ < threads_ / 8) copy_async(shared_address(stage.c) + 16 * thread_, c, true);
+  }
+
+  const ReverseArgs& args_;
+  const ReverseOrder& order_;
+  int head_, thread_, threads_;
+  int64_t number_;  // of the mini-batch, see ../kept_states.h
+  const uint16_t* pieces_[4];
+  uint32_t eta_bits_ = 0;
 };
 
 // The stages of a group. What a warp keeps from one to the next are local variables of `prepare`.
@@ -76,7 +114,6 @@ struct ReversePartner {
   Lane at;
   const ReverseSignals& signals;
   int warps, group;
-  float key_w[4];  // w of the lane's keys of dk
   GroupSums<kD>& sums;
 
   static constexpr int kSteps = kD / 16;
@@ -130,13 +167,14 @@ struct ReversePartner {
     for (int half = 0; half < 2; ++half) {
       const int row = at.row(0, half);
       const float2 norm = get_norm<kFull>(sums.inner[row], p);
-      float k[4], v[4];
+      float k[4], v[4], b[4];
+      load_four(*reinterpret_cast<const float4*>(&sums.b[at.column]), b);
       load_four<kType>(stage.k(), row, at.column, k);
       load_four<kType>(stage.v(), row, at.column, v);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         x[half][e] = columns.masked(e, (element<kTileRows>(z, 0, half, e) - norm.x) * norm.y);
-        u[half][e] = fmaf(columns.w[e], x[half][e], columns.b[e] - v[e] + k[e]);
+        u[half][e] = fmaf(columns.w[e], x[half][e], b[e] - v[e] + k[e]);
         const float y = columns.w[e] * u[half][e], ww_x = columns.ww[e] * x[half][e];
         own[half][0] += y;
         own[half][1] = fmaf(x[half][e], y, own[half][1]);
@@ -350,12 +388,13 @@ struct ReversePartner {
       float& value = reads[i / 4][i % 4];
       value = p.scale * fmaf(-unit * eta[i / 2 % 2], moves[i / 4][i % 4], value);
     }
-    store_keys(args.dq, offset, count, p.head_dim, at, reads);
+    store_keys<kType>(args.dq, offset, count, p.head_dim, at, reads);
   }
 
   // Everything that comes before the chain, and dq, which nothing else waits for.
-  __device__ __forceinline__ void prepare(int turn, int64_t dq_offset, int count, ReverseStage<kD>& stage,
-                                          ReverseExchange<kD>& exchange, float (&dw)[4], float (&db)[4]) const {
+  __device__ __forceinline__ void prepare(const ReverseOrder& order, int64_t t, int head, int turn,
+                                          ReverseStage<kD>& stage, ReverseExchange<kD>& exchange, float (&dw)[4],
+                                          float (&db)[4]) const {
     LaneRows<kTileRows> z = {}, y = {};
     float P[2][4] = {}, d_o[2][4];
     read_state(stage, z, y, P);
@@ -366,7 +405,7 @@ struct ReversePartner {
       float x[2][4], u[2][4], r[2];
       put_gradient_sums(z, stage, exchange, x, u, r);
       meet();
-      make_outputs(x, u, r, P, count, stage, exchange, y);
+      make_outputs(x, u, r, P, order.tokens(t), stage, exchange, y);
     }
     put_output_sums(y, stage, d_o);
     meet();
@@ -375,28 +414,30 @@ struct ReversePartner {
     meet();
     float Dm[2][4] = {};
     make_moves(P, eta, exchange, Dm);
-    if (args.dq.present()) store_dq(Dm, eta, dq_offset, count, stage, exchange);
+    if (!args.dq.present()) return;
+    store_dq(Dm, eta, row_offset(args.dq, order.batch, order.token(t), head), order.tokens(t), stage, exchange);
   }
 
   // dk, dv and deta, when the chain is done.
   __device__ __forceinline__ void finish(const ReverseOrder& order, int64_t t, int head, ReverseStage<kD>& stage,
                                          ReverseExchange<kD>& exchange) const {
     const int count = order.tokens(t), D = p.head_dim;
-    const int64_t token = order.token(t), batch = order.span.batch;
+    const int64_t token = order.token(t), batch = order.batch;
     float dv[2][4], dk[2][4];
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       const int row = at.row(0, i / 2 % 2), key = kWarpColumns * at.warp + 8 * (i / 4) + 2 * at.t;
       const float2 dy = *reinterpret_cast<const float2*>(&exchange.base[row * exchange.kRow + key]);
-      dk[i / 4][i % 4] = key_w[i / 4 * 2] * dy.x;
-      dk[i / 4][i % 4 + 1] = key_w[i / 4 * 2 + 1] * dy.y;
+      const float2 w = *reinterpret_cast<const float2*>(&sums.w[key]);
+      dk[i / 4][i % 4] = w.x * dy.x;
+      dk[i / 4][i % 4 + 1] = w.y * dy.y;
       dv[i / 4][i % 4] = -dk[i / 4][i % 4];
       dv[i / 4][i % 4 + 1] = -dk[i / 4][i % 4 + 1];
     }
-    if (args.dv.present()) store_keys(args.dv, row_offset(args.dv, batch, token, head), count, D, at, dv);
+    if (args.dv.present()) store_keys<kType>(args.dv, row_offset(args.dv, batch, token, head), count, D, at, dv);
     if (args.dk.present()) {
       add_key_gradients(stage.eta[count - 1], stage, exchange, dk);
-      store_keys(args.dk, row_offset(args.dk, batch, token, head), count, D, at, dk);
+      store_keys<kType>(args.dk, row_offset(args.dk, batch, token, head), count, D, at, dk);
     }
     if (args.deta.present() && at.warp == 0) store_deta(row_offset(args.deta, batch, token, head), count, exchange);
   }
@@ -446,32 +487,34 @@ __device__ __forceinline__ void run_reverse_group(const ReverseArgs& args, const
   const DeviceProblem& p = args.chain.problem;
   const ReverseSignals signals{threads};
   const ReverseOrder order(span);
-  ReverseLoader<kD> loader{args, order, sequence, head, static_cast<int>(threadIdx.x) - (1 + group) * threads, threads};
+  const int thread = static_cast<int>(threadIdx.x) - (1 + group) * threads;
+  ReverseLoader<kD, kFull> loader(args, order, first_mini_batch(p.sequences, span, sequence, kTileRows), head, group,
+                                  thread, threads);
   auto& stages = shared.stages[group];
   auto& exchanges = shared.exchange[group];
-  loader.start(group, stages[0]);
-  commit_copies();
-  loader.store_etas(group, stages[0]);
   const Columns<kFull> columns(p, head, at);
-  ReversePartner<kType, kD, kFull> partner{args,  p,  columns,           at, signals, threads / kWarpSize,
-                                           group, {}, shared.sums[group]};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int key = kWarpColumns * at.warp + i / 2 * 8 + 2 * at.t + i % 2;
-    const bool exists = key < p.head_dim;
-    partner.key_w[i] = exists ? load_float(p.w.data, p.w.dtype, head * p.w.strides[0] + key * p.w.strides[1]) : 0.0f;
+  ReversePartner<kType, kD, kFull> partner{
+      args, p, columns, at, signals, threads / kWarpSize, group, shared.sums[group]};
+  if (at.g == 0) {
+    *reinterpret_cast<float4*>(&partner.sums.w[at.column]) = four_of(columns.w);
+    *reinterpret_cast<float4*>(&partner.sums.b[at.column]) = four_of(columns.b);
   }
   float dw[4] = {}, db[4] = {};
-  int stage = 0, next = 1, before = 2, buffer = 0, turn = group;
-  int64_t t = group;
-  for (; t < order.count; t += kGroups) {
+  // The mini-batch to prepare is t. The first turn of the loop only starts copies, the last one only finishes.
+  int stage = 2, next = 0, before = 1, buffer = 1, turn = (group + kGroups) % kTurns;
+#pragma unroll 1
+  for (int64_t t = group - kGroups; t - kGroups < order.count; t += kGroups) {
+    const bool prepares = t >= 0 && t < order.count;
     partner.at.forget();
-    wait_copies<0>();
-    signals.meet_group(group);  // all rows are here, and the stage of t - 4 has been read
+    if (prepares) {
+      wait_copies<0>();
+      signals.meet_group(group);  // all rows are here, and the stage of t - 4 has been read
+    }
     loader.start(t + kGroups, stages[next]);
     commit_copies();
-    const int64_t dq_offset = row_offset(args.dq, span.batch, order.token(t), head);
-    partner.prepare(turn, dq_offset, order.tokens(t), stages[stage], exchanges[buffer], dw, db);
+    if (prepares) {
+      partner.prepare(order, t, head, turn, stages[stage], exchanges[buffer], dw, db);
+    }
     turn = (turn + kGroups) % kTurns;
     buffer = 1 - buffer;
     if (t >= kGroups) {
@@ -483,12 +526,6 @@ __device__ __forceinline__ void run_reverse_group(const ReverseArgs& args, const
     before = stage;
     stage = next;
     next = free;
-  }
-  if (t >= kGroups && t - kGroups < order.count) {
-    turn = (turn + kGroups) % kTurns;
-    buffer = 1 - buffer;
-    signals.done.wait(turn);
-    partner.finish(order, t - kGroups, head, stages[before], exchanges[buffer]);
   }
   put_parameters(dw, db, at, shared.parameters[1 + group][0], shared.parameters[1 + group][1]);
 }

@@ -41,16 +41,19 @@ struct ReverseSignals {
 
 // The tokens of mini-batch number t in the order of the chain.
 struct ReverseOrder {
-  SequenceSpan span;
+  int64_t batch, begin;
   int64_t count;  // of mini-batches
+  int first;      // tokens of the first in this order, the last of the sequence
 
-  __device__ explicit ReverseOrder(const SequenceSpan& s) : span(s), count(chunks_of(s.length, kTileRows)) {}
+  __device__ explicit ReverseOrder(const SequenceSpan& span)
+      : batch(span.batch),
+        begin(span.begin),
+        count(chunks_of(span.length, kTileRows)),
+        first(static_cast<int>(span.length - (count - 1) * kTileRows)) {}
 
   __device__ __forceinline__ int64_t number(int64_t t) const { return count - 1 - t; }
-  __device__ __forceinline__ int64_t token(int64_t t) const { return span.begin + number(t) * kTileRows; }
-  __device__ __forceinline__ int tokens(int64_t t) const {
-    return t == 0 ? static_cast<int>(span.length - number(0) * kTileRows) : kTileRows;
-  }
+  __device__ __forceinline__ int64_t token(int64_t t) const { return begin + number(t) * kTileRows; }
+  __device__ __forceinline__ int tokens(int64_t t) const { return t == 0 ? first : kTileRows; }
 };
 
 // The fragment of 16 tokens and the warp's columns; number 2 m + half has the tokens of `half` and columns 2m, 2m + 1 of
@@ -97,32 +100,27 @@ __device__ __forceinline__ void multiply_transposed(float (&c)[2][4], const uint
   mma<kType>(c[1], a, b[1], b[3]);
 }
 
-// The lane's pairs of 16 keys of a result [16 tokens x D] to memory; key 8 j + 2 t of number j.
+// The lane's pairs of 16 keys of a result [16 tokens x D] to memory; values[j] has keys 8 j + 2 t and the one after it, of
+// token g and of token g + 8. The result has the type of q and pairs lie together, or else anything is possible.
+template <DType kType>
 __device__ __forceinline__ void store_keys(const DeviceTensor& x, int64_t offset, int count, int D, const Lane& at,
                                            const float (&values)[2][4]) {
+  const int key = kWarpColumns * at.warp + 2 * at.t;
+  if (x.aligned_vec4 && x.dtype == kType) {
+    auto* to = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(x.data) + offset + at.g * x.strides[1] + key);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = at.row(0, half);
-    if (row >= count) continue;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int key = kWarpColumns * at.warp + 8 * j + 2 * at.t;
-      const float low = values[j][2 * half], high = values[j][2 * half + 1];
-      const int64_t place = offset + row * x.strides[1] + key * x.strides[3];
-      if (x.aligned_vec4) {
-        if (key >= D) continue;
-        char* address = element_at(x.data, x.dtype, place);
-        if (x.dtype == DType::kF32) {
-          *reinterpret_cast<float2*>(address) = make_float2(low, high);
-        } else {
-          *reinterpret_cast<uint32_t*>(address) =
-              x.dtype == DType::kBF16 ? pack<DType::kBF16>(low, high) : pack<DType::kF16>(low, high);
-        }
-      } else {
-        if (key < D) store_float(x.data, x.dtype, place, low);
-        if (key + 1 < D) store_float(x.data, x.dtype, place + x.strides[3], high);
-      }
+    for (int half = 0; half < 2; ++half, to += 4 * x.strides[1]) {
+      const bool exists = at.row(0, half) < count;
+      if (exists && key < D) to[0] = pack<kType>(values[0][2 * half], values[0][2 * half + 1]);
+      if (exists && key + 8 < D) to[4] = pack<kType>(values[1][2 * half], values[1][2 * half + 1]);
     }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int row = at.row(0, i / 2 % 2), column = key + i / 4 * 8 + i % 2;
+    if (row >= count || column >= D) continue;
+    store_float(x.data, x.dtype, offset + row * x.strides[1] + column * x.strides[3], values[i / 4][i % 4]);
   }
 }
 
