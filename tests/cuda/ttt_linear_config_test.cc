@@ -16,10 +16,12 @@ TEST(CudaTttLinearConfig, Chain) {
   EXPECT_EQ(chain_config(65).text(), "D < 128, 320 threads, 143872 bytes of shared memory");
 }
 
+// One group of partners on sm_80, which has less shared memory.
 TEST(CudaTttLinearConfig, ChainInReverse) {
-  EXPECT_EQ(reverse_config(64).text(), "D = 64, 384 threads, 227840 bytes of shared memory");
-  EXPECT_EQ(reverse_config(20).text(), "D < 64, 192 threads, 227840 bytes of shared memory");
-  EXPECT_LE(reverse_config(64).shared_bytes, size_t{227 * 1024}) << "what sm_90 has";
+  constexpr size_t kSm90 = 227 * 1024, kSm80 = 163 * 1024;
+  EXPECT_EQ(reverse_config(64, kSm90).text(), "D = 64, 2 groups, 384 threads, 227840 bytes of shared memory");
+  EXPECT_EQ(reverse_config(20, kSm90).text(), "D < 64, 2 groups, 192 threads, 227840 bytes of shared memory");
+  EXPECT_EQ(reverse_config(64, kSm80).text(), "D = 64, 1 group, 256 threads, 115072 bytes of shared memory");
 }
 
 // As many stages as a block's shared memory holds, on devices of sm_90, sm_80 and sm_89.

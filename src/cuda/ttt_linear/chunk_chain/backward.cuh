@@ -39,7 +39,7 @@ struct StateTile {
   }
 };
 
-inline constexpr int kGroups = 2;       // of partners
+inline constexpr int kMostGroups = 2;   // of partners
 inline constexpr int kGroupStages = 3;  // mini-batches of a group: to be finished, in hand, on its way
 inline constexpr int kGroupBuffers = 2;
 
@@ -107,7 +107,7 @@ struct ChainSums {
   float fifth[kD / kWarpColumns][kTileRows];
 };
 
-template <int kD>
+template <int kD, int kGroups>
 struct ReverseShared {
   ReverseStage<kD> stages[kGroups][kGroupStages];
   ReverseExchange<kD> exchange[kGroups][kGroupBuffers];

@@ -49,20 +49,30 @@ void take_scratch(ScratchLayout& layout, ReverseArgs& args) {
   args.parameter_sums = layout.take<double>(p.sequences.count * p.num_heads * 2 * p.head_dim);
 }
 
+ReverseConfig config_of(const TttLinearBackwardProblem& problem) {
+  const int device = problem.args.in.q.device.index;
+  return reverse_config(problem.sizes.head_dim,
+                        static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)));
+}
+
 template <DType kType>
 void launch_all(const TttLinearBackwardProblem& problem, const ReverseArgs& args, const Context& context) {
   launch_keep_states<kType>(chain_config(problem.sizes.head_dim), states_args(problem), args.kept, context);
-  launch_reverse<kType>(reverse_config(problem.sizes.head_dim), args, context);
+  launch_reverse<kType>(config_of(problem), args, context);
 }
 
 }  // namespace
 
-ReverseConfig reverse_config(int64_t head_dim) {
+ReverseConfig reverse_config(int64_t head_dim, size_t shared_limit) {
   ReverseConfig config;
-  config.padded_dim = kMostChannels;
   config.full = head_dim == kMostChannels;
-  config.shared_bytes = sizeof(ReverseShared<kMostChannels>);
-  config.threads = (1 + kGroups) * column_warps(head_dim) * kWarpSize;
+  config.shared_bytes = sizeof(ReverseShared<kMostChannels, kMostGroups>);
+  config.groups = kMostGroups;
+  if (config.shared_bytes > shared_limit) {
+    config.shared_bytes = sizeof(ReverseShared<kMostChannels, 1>);
+    config.groups = 1;
+  }
+  config.threads = (1 + config.groups) * column_warps(head_dim) * kWarpSize;
   return config;
 }
 
@@ -77,12 +87,10 @@ std::string declines_chunk_chain_backward(const TttLinearBackwardProblem& proble
   if (problem.sizes.head_dim > kMostChannels) {
     return "takes D up to " + std::to_string(kMostChannels) + ", got " + std::to_string(problem.sizes.head_dim);
   }
-  return lacks_shared_memory(reverse_config(problem.sizes.head_dim).shared_bytes, call.in.q.device.index);
+  return lacks_shared_memory(config_of(problem).shared_bytes, call.in.q.device.index);
 }
 
-std::string chunk_chain_backward_config(const TttLinearBackwardProblem& problem) {
-  return reverse_config(problem.sizes.head_dim).text();
-}
+std::string chunk_chain_backward_config(const TttLinearBackwardProblem& problem) { return config_of(problem).text(); }
 
 void chunk_chain_backward(const TttLinearBackwardProblem& problem, const Context& context) {
   ReverseArgs args = reverse_args(problem);

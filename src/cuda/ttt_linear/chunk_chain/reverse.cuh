@@ -15,8 +15,9 @@
 //
 // dz is linear in dn. m(dx) and m(x dx) follow from the means of dn, x dn, w^2 dn, w^2 x dn and y dn and from means of x
 // and y, so the chain from dh to dh has one product, one exchange of row sums and one product. The warps of the chain do
-// nothing else. Two groups of partners have every other mini-batch each: a group prepares what the state's gradient has
-// no part in (all but F, dn .. dh, dc), tells the chain, goes on to dq, and then finishes its mini-batch before that:
+// nothing else. Two groups of partners have every other mini-batch each, or one has all where shared memory is short: a
+// group prepares what the state's gradient has no part in (all but F, dn .. dh, dc), tells the chain, goes on to dq, and
+// then finishes its mini-batch before that:
 //
 //     chain t:     | t is prepared |  F, dn, sums  | B |  dy, dz, dh, dc  -> t is done
 //     group t % 2: rows of t + 2 on their way, x, n, dyo of t -> t is prepared, Dm, dq of t,  | t - 2 is done |
@@ -36,10 +37,10 @@ namespace fastweight::cuda::ttt {
 namespace {
 
 // The grid runs over the `heads` of all sequences, those of a sequence together; a smaller grid goes round.
-template <DType kType, int kD, bool kFull>
+template <DType kType, int kD, int kGroups, bool kFull>
 __global__ void __launch_bounds__((1 + kGroups) * 2 * kD, 1)
     reverse_kernel(const __grid_constant__ ReverseArgs args, int64_t heads) {
-  auto& shared = dynamic_shared<ReverseShared<kD>>();
+  auto& shared = dynamic_shared<ReverseShared<kD, kGroups>>();
   const DeviceProblem& p = args.chain.problem;
   for (GroupSums<kD>& sums : shared.sums) sums.clear();
   const int threads = kFull ? 2 * kD : static_cast<int>(blockDim.x) / (1 + kGroups),
@@ -51,9 +52,9 @@ __global__ void __launch_bounds__((1 + kGroups) * 2 * kD, 1)
     const SequenceSpan span = sequence_at(p.sequences, sequence);
     __syncthreads();  // the head before has been read
     if (role == 0) {
-      run_reverse_chain<kType, kD, kFull>(args, span, sequence, head, at, threads, shared);
+      run_reverse_chain<kType, kD, kGroups, kFull>(args, span, sequence, head, at, threads, shared);
     } else {
-      run_reverse_group<kType, kD, kFull>(args, span, sequence, head, at, role - 1, threads, shared);
+      run_reverse_group<kType, kD, kGroups, kFull>(args, span, sequence, head, at, role - 1, threads, shared);
     }
     __syncthreads();
     double* sums = args.parameter_sums + item * 2 * p.head_dim;
@@ -74,10 +75,13 @@ void launch_reverse(const ReverseConfig& config, const ReverseArgs& args, const 
   const int64_t heads = args.chain.problem.sequences.count * args.chain.problem.num_heads;
   const LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(heads, 1 << 30)),
                           static_cast<unsigned>(config.threads), config.shared_bytes};
-  if (config.full) {
-    launch<reverse_kernel<kType, 64, true>>("ttt_linear chunk_chain backward", context, shape, args, heads);
+  constexpr const char* kName = "ttt_linear chunk_chain backward";
+  if (config.groups < kMostGroups) {
+    launch<reverse_kernel<kType, 64, 1, false>>(kName, context, shape, args, heads);
+  } else if (config.full) {
+    launch<reverse_kernel<kType, 64, kMostGroups, true>>(kName, context, shape, args, heads);
   } else {
-    launch<reverse_kernel<kType, 64, false>>("ttt_linear chunk_chain backward", context, shape, args, heads);
+    launch<reverse_kernel<kType, 64, kMostGroups, false>>(kName, context, shape, args, heads);
   }
 }
 

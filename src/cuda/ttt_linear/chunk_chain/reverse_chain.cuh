@@ -187,9 +187,10 @@ struct ReverseChain {
   }
 };
 
-template <DType kType, int kD, bool kFull>
+template <DType kType, int kD, int kGroups, bool kFull>
 __device__ __forceinline__ void run_reverse_chain(const ReverseArgs& args, const SequenceSpan& span, int64_t sequence,
-                                                  int head, const Lane& at, int threads, ReverseShared<kD>& shared) {
+                                                  int head, const Lane& at, int threads,
+                                                  ReverseShared<kD, kGroups>& shared) {
   const DeviceProblem& p = args.chain.problem;
   const ReverseSignals signals{threads};
   const ReverseOrder order(span);

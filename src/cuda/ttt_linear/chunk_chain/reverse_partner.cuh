@@ -10,7 +10,7 @@ namespace {
 
 // Brings the rows and the states of a group's mini-batches, one after the other, by all threads of the group. Where the
 // layout allows it a thread has one piece of 16 bytes of each of q, k, v and d_o, and pointers to them.
-template <int kD, bool kFull>
+template <int kD, int kGroups, bool kFull>
 class ReverseLoader {
  public:
   __device__ __forceinline__ ReverseLoader(const ReverseArgs& args, const ReverseOrder& order, int64_t first, int head,
@@ -38,7 +38,7 @@ class ReverseLoader {
       for (int i = 0; i < 4; ++i) copy_tile(tensor(i), order_.token(t), count, {stage.rows[i]});
     }
     copy_state(stage);
-    number_ -= kGroups * p.num_heads;
+    number_ -= int64_t{kGroups} * p.num_heads;
     if (thread_ < count) {
       const int64_t offset = row_offset(p.eta, order_.batch, order_.token(t) + thread_, head_);
       eta_bits_ = load_bits(element_at(p.eta.data, p.eta.dtype, offset), p.eta.dtype);
@@ -480,16 +480,16 @@ struct ReversePartner {
   }
 };
 
-template <DType kType, int kD, bool kFull>
+template <DType kType, int kD, int kGroups, bool kFull>
 __device__ __forceinline__ void run_reverse_group(const ReverseArgs& args, const SequenceSpan& span, int64_t sequence,
                                                   int head, const Lane& at, int group, int threads,
-                                                  ReverseShared<kD>& shared) {
+                                                  ReverseShared<kD, kGroups>& shared) {
   const DeviceProblem& p = args.chain.problem;
   const ReverseSignals signals{threads};
   const ReverseOrder order(span);
   const int thread = static_cast<int>(threadIdx.x) - (1 + group) * threads;
-  ReverseLoader<kD, kFull> loader(args, order, first_mini_batch(p.sequences, span, sequence, kTileRows), head, group,
-                                  thread, threads);
+  ReverseLoader<kD, kGroups, kFull> loader(args, order, first_mini_batch(p.sequences, span, sequence, kTileRows), head,
+                                           group, thread, threads);
   auto& stages = shared.stages[group];
   auto& exchanges = shared.exchange[group];
   const Columns<kFull> columns(p, head, at);
@@ -501,27 +501,27 @@ __device__ __forceinline__ void run_reverse_group(const ReverseArgs& args, const
   }
   float dw[4] = {}, db[4] = {};
   // The mini-batch to prepare is t. The first turn of the loop only starts copies, the last one only finishes.
-  int stage = 2, next = 0, before = 1, buffer = 1, turn = (group + kGroups) % kTurns;
+  int stage = 2, next = 0, before = 1, buffer = 1, turn = (group + kTurns - kGroups) % kTurns;
 #pragma unroll 1
   for (int64_t t = group - kGroups; t - kGroups < order.count; t += kGroups) {
     const bool prepares = t >= 0 && t < order.count;
     partner.at.forget();
     if (prepares) {
       wait_copies<0>();
-      signals.meet_group(group);  // all rows are here, and the stage of t - 4 has been read
+      signals.meet_group(group);  // all rows are here, and the stage of two mini-batches before has been read
     }
     loader.start(t + kGroups, stages[next]);
     commit_copies();
     if (prepares) {
       partner.prepare(order, t, head, turn, stages[stage], exchanges[buffer], dw, db);
     }
-    turn = (turn + kGroups) % kTurns;
     buffer = 1 - buffer;
     if (t >= kGroups) {
-      signals.done.wait(turn);  // of t - 2, which has the turn of t + 2
+      signals.done.wait(turn + kTurns - kGroups);
       partner.finish(order, t - kGroups, head, stages[before], exchanges[buffer]);
     }
     loader.store_etas(t + kGroups, stages[next]);
+    turn = (turn + kGroups) % kTurns;
     const int free = before;
     before = stage;
     stage = next;

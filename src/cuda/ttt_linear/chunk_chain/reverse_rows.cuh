@@ -10,7 +10,7 @@ namespace {
 
 // What the warps tell each other (warp_roles.cuh), by the number of the mini-batch in the order of the chain. A group
 // prepares t + 2 before it knows that t is done, so the signals of its mini-batches alternate.
-constexpr int kTurns = 2 * kGroups;
+constexpr int kTurns = 2 * kMostGroups;
 enum { kPrepared = 1, kDone = kPrepared + kTurns, kRowSums = kDone + kTurns, kGroupRows };
 
 template <int kFirst>
