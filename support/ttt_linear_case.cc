@@ -183,6 +183,9 @@ Tolerance tolerance(const TttLinearCase& problem, const TttLinearResults&, const
                       : tensor == "deta"                              ? 3e-2
                                                                       : 5e-3;
     if (on_tensor_cores && problem.spec.D < 16) result.relative *= 1.4;
+    // Rows of inner gradients sum to 0, and so do those of a state that began at 0: of a d_o that has one sign, as that
+    // of the tests, dyo h^T loses half, but not the rounding of its operands.
+    if (on_tensor_cores && tensor == "dq" && !problem.initial_state.present()) result.relative *= 1.4;
   }
   return result;
 }

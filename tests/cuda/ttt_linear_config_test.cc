@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "cuda/ttt_linear/chunk_chain/config.h"
+#include "cuda/ttt_linear/chunk_fp32/config.h"
 #include "cuda/ttt_linear/chunk_tiles/config.h"
 
 namespace fastweight::cuda::ttt {
@@ -15,6 +16,14 @@ TEST(CudaTttLinearConfig, Chain) {
   EXPECT_EQ(chain_config(65).text(), "D < 128, 320 threads, 143872 bytes of shared memory");
 }
 
+// One group of partners on sm_80, which has less shared memory.
+TEST(CudaTttLinearConfig, ChainInReverse) {
+  constexpr size_t kSm90 = 227 * 1024, kSm80 = 163 * 1024;
+  EXPECT_EQ(reverse_config(64, kSm90).text(), "D = 64, 2 groups, 384 threads, 227840 bytes of shared memory");
+  EXPECT_EQ(reverse_config(20, kSm90).text(), "D < 64, 2 groups, 192 threads, 227840 bytes of shared memory");
+  EXPECT_EQ(reverse_config(64, kSm80).text(), "D = 64, 1 group, 256 threads, 115072 bytes of shared memory");
+}
+
 // As many stages as a block's shared memory holds, on devices of sm_90, sm_80 and sm_89.
 TEST(CudaTttLinearConfig, Tiles) {
   constexpr size_t kSm90 = 227 * 1024, kSm80 = 163 * 1024, kSm89 = 99 * 1024;
@@ -26,6 +35,18 @@ TEST(CudaTttLinearConfig, Tiles) {
   EXPECT_EQ(tiles_config(20, 64, kSm89).text(), "D <= 64, C = 64, 64 threads, 3 stages, 97024 bytes of shared memory");
   EXPECT_GT(tiles_config(128, 64, kSm89).shared_bytes, kSm89) << "the caller declines";
   EXPECT_EQ(tiles_config(128, 64, kSm89).stages, 2);
+}
+
+// Matrices that do not fit into a block's shared memory lie in scratch memory, and few blocks go round.
+TEST(CudaTttLinearConfig, Fp32) {
+  constexpr size_t kSm90 = 227 * 1024, kSm89 = 99 * 1024;
+  EXPECT_EQ(chunk_fp32::forward_config(64, 16, 128, 132, kSm90).text(), "256 threads, 43392 bytes of shared memory");
+  EXPECT_EQ(chunk_fp32::backward_config(64, 16, 128, 132, kSm90).text(), "256 threads, 79232 bytes of shared memory");
+  EXPECT_EQ(chunk_fp32::backward_config(64, 16, 1000, 132, kSm90).blocks, 1000);
+  const chunk_fp32::Config wide = chunk_fp32::backward_config(128, 64, 1000, 132, kSm89);
+  EXPECT_EQ(wide.text(), "256 threads, 494336 bytes of scratch memory");
+  EXPECT_EQ(wide.blocks, 264);
+  EXPECT_EQ(wide.shared_bytes(), 0u);
 }
 
 }  // namespace

@@ -103,6 +103,47 @@ TEST(CudaTttLinear, ShapesOfTheChunkForm) {
   }
 }
 
+// .. and of its backward, with an odd and an even number of mini-batches for the two groups of partners.
+TEST(CudaTttLinear, ShapesOfTheChunkBackward) {
+  for (DType dtype : {DType::kBF16, DType::kF16}) {
+    for (int64_t D : {64, 36, 17}) {
+      for (int64_t T : {5, 32, 83}) {
+        if (reduced() && dtype == DType::kF16 && D < 64) continue;
+        TttLinearSpec spec = spec_of(T, D, 2);
+        spec.dtype = dtype;
+        const TttLinearCase problem = draw(spec, 15);
+        const TttLinearResults expected = support::backward(support::in_double(problem), reference_context());
+        const TttLinearResults results = support::backward(problem, context_for("chunk_chain"));
+        expect_close(problem, results, expected);
+      }
+    }
+  }
+}
+
+// Rows of 128 channels and long mini-batches: the matrices of a block do not fit into shared memory.
+TEST(CudaTttLinear, Fp32WithMatricesInScratchMemory) {
+  TttLinearSpec spec = spec_of(70, 128, 1);
+  spec.options.mini_batch = 64;
+  check(Mode::kForward, draw(spec, 16));
+  check(Mode::kBackward, draw(spec, 16));
+}
+
+// What the state's gradient passes through on its way back is beyond the range of fp16 where a state is nearly
+// constant, as one of 0 is, and below it where gradients are small.
+TEST(CudaTttLinear, GradientsBeyondTheRangeOfFp16) {
+  for (double factor : {1.0, 1e-3}) {
+    TttLinearSpec spec = spec_of(40, 36, 1);
+    spec.dtype = DType::kF16;
+    spec.initial_state = spec.initial_state_bias = false;
+    TttLinearCase problem = draw(spec, 17);
+    for (Tensor* x : {&problem.d_o, &problem.d_final_state, &problem.d_final_state_bias}) {
+      for (int64_t i = 0; i < x->size(); ++i) x->set(i, factor * (*x)[i]);
+    }
+    const TttLinearResults expected = support::backward(support::in_double(problem), reference_context());
+    expect_close(problem, support::backward(problem, context_for("chunk_chain")), expected);
+  }
+}
+
 TEST(CudaTttLinear, ChunkIsTheEntryForTheMiniBatch) {
   for (const std::string name : {"chunk_chain", "chunk_tiles"}) {
     const TttLinearCase problem = draw(for_forward(name, bf16_spec(20, 16, 1)), 14);
@@ -110,8 +151,11 @@ TEST(CudaTttLinear, ChunkIsTheEntryForTheMiniBatch) {
       EXPECT_EQ(support::forward(problem, context_for(asked)).implementation, name) << asked;
     }
   }
-  expect_refused(ErrorCode::kUnsupported, "no chunk takes this problem: chunk_chain: q, k and v must be bf16 or fp16",
-                 [] { support::forward(draw(spec_of(20, 16), 14), context_for("chunk")); });
+  for (const char* asked : {"chunk", ""}) {
+    const TttLinearCase problem = draw(spec_of(20, 16), 14);
+    EXPECT_EQ(support::forward(problem, context_for(asked)).implementation, "chunk_fp32") << asked;
+    EXPECT_EQ(support::backward(problem, context_for(asked)).implementation, "chunk_fp32") << asked;
+  }
 }
 
 TEST(CudaTttLinear, WhatTheChunkFormsDecline) {
@@ -122,11 +166,22 @@ TEST(CudaTttLinear, WhatTheChunkFormsDecline) {
   for (const char* name : {"chunk_chain", "chunk_tiles"}) {
     expect_declined(name, for_forward(name, spec_of(20, 16)), "q, k and v must be bf16 or fp16");
   }
+  const auto expect_backward_declined = [](const TttLinearCase& problem, const std::string& reason) {
+    expect_refused(ErrorCode::kUnsupported, "chunk_chain: " + reason,
+                   [&] { support::backward(problem, context_for("chunk_chain")); });
+    EXPECT_EQ(support::backward(problem, context_for("")).implementation, "chunk_fp32");
+  };
+  expect_backward_declined(draw(spec_of(20, 16), 12), "q, k and v must be bf16 or fp16");
+  expect_backward_declined(draw(bf16_spec(20, 65, 1), 12), "takes D up to 64, got 65");
+  TttLinearCase wide = draw(bf16_spec(20, 16, 1), 12);
+  wide.d_o = wide.d_o.to(DType::kF32);
+  expect_backward_declined(wide, "d_o must have the type of q");
   TttLinearSpec spec = bf16_spec(20, 16, 1);
   expect_declined("chunk_tiles", spec, "takes mini-batches of 32 or 64 tokens, got 16");
   for (int32_t mini_batch : {32, 64}) {
     spec.options.mini_batch = mini_batch;
     expect_declined("chunk_chain", spec, "takes mini-batches of 16 tokens, got " + std::to_string(mini_batch));
+    expect_backward_declined(draw(spec, 12), "takes mini-batches of 16 tokens, got " + std::to_string(mini_batch));
   }
 }
 
@@ -161,6 +216,25 @@ TEST(CudaTttLinear, WhatIsNotANumberStays) {
   }
 }
 
+// In the backward it makes the gradients of its own token, and of earlier mini-batches, none.
+TEST(CudaTttLinear, WhatIsNotANumberStaysOnTheWayBack) {
+  constexpr int64_t kToken = 40;
+  for (const std::string& name : implementations(Mode::kBackward)) {
+    for (Tensor TttLinearCase::*tensor : {&TttLinearCase::k, &TttLinearCase::v, &TttLinearCase::d_o}) {
+      TttLinearCase problem = draw(bf16_spec(70, 36, 1), 18);
+      const int64_t width = (problem.*tensor).size() / problem.spec.T;
+      for (int64_t i = 0; i < width; ++i) (problem.*tensor).set(kToken * width + i, std::nan(""));
+      const TttLinearResults results = support::backward(problem, context_for(name));
+      for (const Tensor* x : {&results.dk, &results.dv}) {
+        for (int64_t token : {int64_t{0}, kToken}) {
+          for (double value : slice(*x, 1, token, token + 1).values()) EXPECT_TRUE(std::isnan(value)) << name;
+        }
+      }
+      for (double value : results.d_initial_state.values()) EXPECT_TRUE(std::isnan(value)) << name;
+    }
+  }
+}
+
 // More (sequence, head) pairs than blocks run at once, many of the sequences empty.
 TEST(CudaTttLinear, ThousandsOfSequences) {
   Dice dice(6);
@@ -172,6 +246,7 @@ TEST(CudaTttLinear, ThousandsOfSequences) {
     TttLinearSpec spec = with_lengths(bf16_spec(0, 12, 1), lengths);
     spec.options.mini_batch = mini_batch;
     check(Mode::kForward, draw(spec, 6));
+    check(Mode::kBackward, draw(spec, 6));
   }
   check(Mode::kStep, draw(with_lengths(bf16_spec(0, 12, 1), lengths), 7));
 }
@@ -183,6 +258,7 @@ TEST(CudaTttLinear, MoreThan65535SequencesOrHeads) {
     TttLinearSpec spec = bf16_spec(1, 4, H);
     spec.B = B;
     check(Mode::kForward, draw(spec, 10));
+    check(Mode::kBackward, draw(spec, 10));
     check(Mode::kStep, draw(spec, 11));
   }
 }
@@ -224,6 +300,12 @@ TEST(CudaTttLinear, MoreHeadsThanKernelsCount) {
   forward.in.eta = nowhere({1, 1, kHeads});
   forward.o = nowhere({1, 1, kHeads, 1});
   expect_refused(ErrorCode::kUnsupported, text, [&] { ttt_linear_forward(Nowhere::context(), forward); });
+  TttLinearBackward backward;
+  backward.in = forward.in;
+  backward.d_o = forward.o;
+  backward.dq = nowhere({1, 1, kHeads, 1});
+  expect_refused(ErrorCode::kUnsupported, "chunk_fp32: takes up to 1073741824 heads, got 4294967304",
+                 [&] { ttt_linear_backward(Nowhere::context(), backward); });
   TttLinearStep step;
   step.in = forward.in;
   step.o = forward.o;

@@ -9,10 +9,10 @@ namespace fastweight::cuda::ttt {
 namespace {
 
 // Brings one mini-batch after the other, by `threads` threads of which this is number `thread`; kThreads where that is
-// known, or 0. Rows are copied in pieces of 16 bytes that never see a register where the layout allows it. Step sizes
+// known, or 0; without q where nobody reads it. Rows are copied in pieces of 16 bytes that never see a register where the layout allows it. Step sizes
 // pass through registers: they are loaded a mini-batch before they are stored, out of the L2 cache that was asked for
 // them earlier, and decoded only then.
-template <int kD, int kC, int kThreads = 0>
+template <int kD, int kC, int kThreads = 0, bool kQueries = true>
 class ChunkLoader {
  public:
   __device__ ChunkLoader(const ChunkArgs& args, const SequenceSpan& span, int head, int thread, int threads)
@@ -22,7 +22,7 @@ class ChunkLoader {
         row_(thread / kSegments),
         segment_(thread % kSegments) {
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
+    for (int i = kFirst; i < 3; ++i) {
       const DeviceTensor& x = tensor(i);
       rows_[i] = static_cast<const uint16_t*>(x.data) + row_offset(x, span.batch, span.begin, head);
       if (args_.vectors) rows_[i] += row_ * x.strides[1] + 8 * segment_;
@@ -41,20 +41,21 @@ class ChunkLoader {
       copy_rows(rows, stage);
     } else {
 #pragma unroll
-      for (int i = 0; i < 3; ++i) {
+      for (int i = kFirst; i < 3; ++i) {
         const DeviceTensor& x = tensor(i);
         gather_tile<kC, kD>({stage.rows[i]}, x, rows_[i] - static_cast<const uint16_t*>(x.data), rows, 0, D, thread_,
                             threads_);
       }
     }
 #pragma unroll
-    for (int i = 0; i < 3; ++i) rows_[i] += kC * tensor(i).strides[1];
+    for (int i = kFirst; i < 3; ++i) rows_[i] += kC * tensor(i).strides[1];
     store_eta(stage.eta);
     eta_ += byte_offset(args_.problem.eta.dtype, kC * args_.problem.eta.strides[1]);
     load_eta(left - kC);
   }
 
  private:
+  static constexpr int kFirst = kQueries ? 0 : 1;
   static constexpr int kSegments = SharedTile<kD>::kSegments;
   static constexpr int kEtas = kC / kWarpSize > 1 ? kC / kWarpSize : 1;  // of a thread, when there is one warp
   static constexpr int kPrefetchAhead = 3;                               // mini-batches
@@ -67,7 +68,7 @@ class ChunkLoader {
     const bool exists = 8 * segment_ < args_.problem.head_dim;
     const int step = threads_ / kSegments;
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
+    for (int i = kFirst; i < 3; ++i) {
       const uint16_t* from = rows_[i];
       for (int row = row_; row < kC; row += step, from += step * tensor(i).strides[1]) {
         copy_async(SharedTile<kD>{stage.rows[i]}.address(row, segment_), from, exists && row < rows);

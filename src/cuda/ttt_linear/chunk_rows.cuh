@@ -51,6 +51,14 @@ struct Lane {
         column(kWarpColumns * warp + 4 * t),
         columns(min(max(D - column, 0), 4)) {}
 
+  // Its numbers are computed from here on, not kept.
+  __device__ __forceinline__ void forget() {
+    lane = opaque(lane);
+    g = lane / 4;
+    t = lane % 4;
+    column = kWarpColumns * warp + 4 * t;
+  }
+
   __device__ int row(int tile, int half) const { return kTileRows * tile + 8 * half + g; }
 };
 

@@ -20,9 +20,18 @@ std::string beyond_all_kernels(const Problem& problem) {
 void chunk_chain_forward(const TttLinearForwardProblem& problem, const Context& context);
 std::string declines_chunk_chain(const TttLinearForwardProblem& problem);
 std::string chunk_chain_config(const TttLinearForwardProblem& problem);
+void chunk_chain_backward(const TttLinearBackwardProblem& problem, const Context& context);
+std::string declines_chunk_chain_backward(const TttLinearBackwardProblem& problem);
+std::string chunk_chain_backward_config(const TttLinearBackwardProblem& problem);
 void chunk_tiles_forward(const TttLinearForwardProblem& problem, const Context& context);
 std::string declines_chunk_tiles(const TttLinearForwardProblem& problem);
 std::string chunk_tiles_config(const TttLinearForwardProblem& problem);
+
+// By mini-batches of any length in fp32, on the multiply-add units.
+void chunk_fp32_forward(const TttLinearForwardProblem& problem, const Context& context);
+std::string chunk_fp32_forward_config(const TttLinearForwardProblem& problem);
+void chunk_fp32_backward(const TttLinearBackwardProblem& problem, const Context& context);
+std::string chunk_fp32_backward_config(const TttLinearBackwardProblem& problem);
 
 // Token by token.
 void recurrent_forward(const TttLinearForwardProblem& problem, const Context& context);

@@ -8,7 +8,13 @@ namespace {
 constexpr Implementation<TttLinearForwardProblem> kForward[] = {
     {"chunk_chain", ttt::declines_chunk_chain, always, ttt::chunk_chain_forward, ttt::chunk_chain_config},
     {"chunk_tiles", ttt::declines_chunk_tiles, always, ttt::chunk_tiles_forward, ttt::chunk_tiles_config},
+    {"chunk_fp32", ttt::beyond_all_kernels, always, ttt::chunk_fp32_forward, ttt::chunk_fp32_forward_config},
     {"recurrent", ttt::beyond_all_kernels, always, ttt::recurrent_forward},
+};
+constexpr Implementation<TttLinearBackwardProblem> kBackward[] = {
+    {"chunk_chain", ttt::declines_chunk_chain_backward, always, ttt::chunk_chain_backward,
+     ttt::chunk_chain_backward_config},
+    {"chunk_fp32", ttt::beyond_all_kernels, always, ttt::chunk_fp32_backward, ttt::chunk_fp32_backward_config},
 };
 constexpr Implementation<TttLinearStepProblem> kStep[] = {
     {"recurrent", ttt::beyond_all_kernels, always, ttt::recurrent_step},
@@ -17,7 +23,7 @@ constexpr Implementation<TttLinearStepProblem> kStep[] = {
 }  // namespace
 
 std::span<const Implementation<TttLinearForwardProblem>> ttt_linear_forward_list() { return kForward; }
-std::span<const Implementation<TttLinearBackwardProblem>> ttt_linear_backward_list() { return {}; }
+std::span<const Implementation<TttLinearBackwardProblem>> ttt_linear_backward_list() { return kBackward; }
 std::span<const Implementation<TttLinearStepProblem>> ttt_linear_step_list() { return kStep; }
 
 }  // namespace fastweight::cuda

@@ -1,0 +1,126 @@
+// Backward by mini-batches of 16 tokens, for D up to 64: its arguments, its shared memory and its launches.
+//
+// Two passes over a (sequence, head), both with the state, or its gradient, in registers:
+//   - keep_states.cuh: the chain of the forward, which leaves the state before every mini-batch in scratch memory, in
+//     16 bits as its products read it;
+//   - reverse.cuh: the mini-batches in reverse.
+#pragma once
+
+#include "cuda/ttt_linear/chunk.cuh"
+#include "cuda/ttt_linear/chunk_chain/config.h"
+
+namespace fastweight::cuda::ttt {
+
+// The state before mini-batch number i, see ../kept_states.h: h as a StateTile, and c.
+struct KeptChainStates {
+  uint16_t* h = nullptr;  // [.., kD * kD]
+  float* c = nullptr;     // [.., kD]
+};
+
+struct ReverseArgs {
+  ChunkArgs chain;       // the initial state of the chain is the gradient of the final one, and the other way round
+  bool vectors = false;  // rows of q, k, v and d_o can be copied in 16-byte pieces
+  DeviceTensor d_o, dq, dk, dv, deta;
+  KeptChainStates kept;
+  double* parameter_sums = nullptr;  // [N, H, 2, D]
+};
+
+// A matrix like h in 16 bits, as 8 x 8 matrices of 128 bytes that ldmatrix reads at once: those of 16 columns
+// [16 w, 16 w + 16) and 16 keys [16 m, 16 m + 16) are four, number i has keys 8 (i % 2) .. and columns of tile i / 2 in
+// the order of LaneRows, a row for a column. ldmatrix gives right operands of products along the keys,
+// ldmatrix_transposed those along the columns: registers j and j + 2 are for keys 8 j ..
+template <int kD>
+struct StateTile {
+  uint16_t* data;
+
+  __device__ __forceinline__ static int offset(int w, int m) { return (w * (kD / 16) + m) * 256; }
+  __device__ __forceinline__ uint32_t address(int w, int m, int lane) const {
+    return shared_address(data) + 2 * static_cast<uint32_t>(offset(w, m)) + 16 * static_cast<uint32_t>(lane);
+  }
+};
+
+inline constexpr int kMostGroups = 2;   // of partners
+inline constexpr int kGroupStages = 3;  // mini-batches of a group: to be finished, in hand, on its way
+inline constexpr int kGroupBuffers = 2;
+
+template <int kD>
+struct ReverseStage {
+  alignas(128) uint16_t rows[4][kTileRows * kD];
+  alignas(128) uint16_t h[kD * kD];
+  alignas(16) float c[kD];
+  alignas(16) float eta[kTileRows];
+
+  __device__ SharedTile<kD> q() { return {rows[0]}; }
+  __device__ SharedTile<kD> k() { return {rows[1]}; }
+  __device__ SharedTile<kD> v() { return {rows[2]}; }
+  __device__ SharedTile<kD> d_o() { return {rows[3]}; }
+  __device__ StateTile<kD> state() { return {h}; }
+};
+
+// Of a row: r, and the means of y, x y, w^2 x and w^2 x^2.
+struct RowTerms {
+  float r, y, xy, wwx, wwxx;
+};
+
+// What the chain and its partners hand to each other of one mini-batch. A lane's part of a row is in `[w][half][lane]`,
+// an A fragment of 16 tokens and the 16 columns of warp w in `[w][lane]`.
+template <int kD>
+struct ReverseExchange {
+  static constexpr int kWarps = kD / kWarpColumns;
+  static constexpr int kRow = kD + 16;  // two rows in different banks
+
+  float4 x[kWarps][2][kWarpSize];
+  float4 u[kWarps][2][kWarpSize];            // w x + b - v + k
+  alignas(16) float base[kTileRows * kRow];  // -P^T (eta dyo), what the state has no part in of dn; then dy
+  uint4 n[kWarps][kWarpSize];                // in units
+  uint4 dyo[kWarps][kWarpSize];
+  uint4 dz[kWarps][kWarpSize];        // in units of dz_unit[w]
+  alignas(128) uint16_t dh[kD * kD];  // a StateTile
+  uint4 eta_Dm[kWarpSize];            // Dm^T eta, in units of eta_Dm_unit
+  RowTerms rows[kTileRows];
+  float nF[kWarps][kWarpSize];  // a lane's share of <n, F>
+  float deta[kTileRows];        // without <n, F>
+  float dz_unit[kWarps];
+  float eta_Dm_unit;
+};
+
+// Of every row, by the warps of a group: mean and variance of the warp's columns of z; its sums of y, x y, w^2 x and
+// w^2 x^2; mean and variance of its columns of y and its sums of w do and w do (y - mean). And the parameters of the norm.
+template <int kD>
+struct GroupSums {
+  alignas(16) RowSums<kD, kTileRows> inner;
+  float4 gradient[kD / kWarpColumns][kTileRows];
+  float4 outer[kD / kWarpColumns][kTileRows];
+  alignas(16) float w[kD], b[kD];
+
+  // By all threads of the block: what warps that D does not need would put.
+  __device__ void clear() {
+    float2* all = &inner[0][0];
+    for (unsigned i = threadIdx.x; i < sizeof(*this) / sizeof(float2); i += blockDim.x) all[i] = make_float2(0, 0);
+  }
+};
+
+// .. and by those of the chain the sums of dn, x dn, w^2 dn, w^2 x dn and y dn.
+template <int kD>
+struct ChainSums {
+  float4 four[kD / kWarpColumns][kTileRows];
+  float fifth[kD / kWarpColumns][kTileRows];
+};
+
+template <int kD, int kGroups>
+struct ReverseShared {
+  ReverseStage<kD> stages[kGroups][kGroupStages];
+  ReverseExchange<kD> exchange[kGroups][kGroupBuffers];
+  GroupSums<kD> sums[kGroups];
+  ChainSums<kD> chain_sums;
+  alignas(16) double parameters[1 + kGroups][2][kD];  // dw and db of the chain and of the groups
+};
+
+// For bf16 and fp16, a file each.
+template <DType kType>
+void launch_keep_states(const ChainConfig& config, const ChunkArgs& args, const KeptChainStates& kept,
+                        const Context& context);
+template <DType kType>
+void launch_reverse(const ReverseConfig& config, const ReverseArgs& args, const Context& context);
+
+}  // namespace fastweight::cuda::ttt

@@ -1,0 +1,111 @@
+// Backward by mini-batches of 16 tokens: what it takes, its configuration, and the launches.
+#include <string>
+
+#include "core/workspace.h"
+#include "cuda/common/launch.h"
+#include "cuda/ttt_linear/chunk_chain/backward.cuh"
+#include "cuda/ttt_linear/kept_states.h"
+#include "cuda/ttt_linear/kernels.h"
+#include "cuda/ttt_linear/parameter_sums.h"
+
+namespace fastweight::cuda::ttt {
+namespace {
+
+constexpr int kMostChannels = 64;
+
+ReverseArgs reverse_args(const TttLinearBackwardProblem& problem) {
+  const TttLinearBackward& call = problem.args;
+  ReverseArgs args;
+  args.chain.problem = device_problem(problem);
+  args.chain.initial_state = device_states(call.d_final_state, false);
+  args.chain.initial_state_bias = device_tensor(call.d_final_state_bias);
+  args.chain.final_state = device_states(call.d_initial_state, false);
+  args.chain.final_state_bias = device_tensor(call.d_initial_state_bias);
+  args.vectors = has_vectors(call.in.q) && has_vectors(call.in.k) && has_vectors(call.in.v) &&
+                 (!call.d_o.present() || has_vectors(call.d_o));
+  args.d_o = device_tensor(call.d_o);
+  args.dq = device_tensor(call.dq);
+  args.dk = device_tensor(call.dk);
+  args.dv = device_tensor(call.dv);
+  args.deta = device_tensor(call.deta);
+  return args;
+}
+
+ChunkArgs states_args(const TttLinearBackwardProblem& problem) {
+  const TttLinearInputs& in = problem.args.in;
+  ChunkArgs args;
+  args.problem = device_problem(problem);
+  args.vectors = has_vectors(in.k) && has_vectors(in.v);
+  args.initial_state = device_states(in.initial_state, false);
+  args.initial_state_bias = device_tensor(in.initial_state_bias);
+  return args;
+}
+
+void take_scratch(ScratchLayout& layout, ReverseArgs& args) {
+  const DeviceProblem& p = args.chain.problem;
+  const int64_t count = most_mini_batches(p.sequences, kTileRows) * p.num_heads;
+  args.kept.h = layout.take<uint16_t>(count * kMostChannels * kMostChannels);
+  args.kept.c = layout.take<float>(count * kMostChannels);
+  args.parameter_sums = layout.take<double>(p.sequences.count * p.num_heads * 2 * p.head_dim);
+}
+
+ReverseConfig config_of(const TttLinearBackwardProblem& problem) {
+  const int device = problem.args.in.q.device.index;
+  return reverse_config(problem.sizes.head_dim,
+                        static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)));
+}
+
+template <DType kType>
+void launch_all(const TttLinearBackwardProblem& problem, const ReverseArgs& args, const Context& context) {
+  launch_keep_states<kType>(chain_config(problem.sizes.head_dim), states_args(problem), args.kept, context);
+  launch_reverse<kType>(config_of(problem), args, context);
+}
+
+}  // namespace
+
+ReverseConfig reverse_config(int64_t head_dim, size_t shared_limit) {
+  ReverseConfig config;
+  config.full = head_dim == kMostChannels;
+  config.shared_bytes = sizeof(ReverseShared<kMostChannels, kMostGroups>);
+  config.groups = kMostGroups;
+  if (config.shared_bytes > shared_limit) {
+    config.shared_bytes = sizeof(ReverseShared<kMostChannels, 1>);
+    config.groups = 1;
+  }
+  config.threads = (1 + config.groups) * column_warps(head_dim) * kWarpSize;
+  return config;
+}
+
+std::string declines_chunk_chain_backward(const TttLinearBackwardProblem& problem) {
+  if (const std::string reason = beyond_all_kernels(problem); !reason.empty()) return reason;
+  const TttLinearBackward& call = problem.args;
+  const DType dtype = call.in.q.dtype;
+  const int32_t mini_batch = call.options.mini_batch;
+  if (dtype != DType::kBF16 && dtype != DType::kF16) return "q, k and v must be bf16 or fp16";
+  if (call.d_o.present() && call.d_o.dtype != dtype) return "d_o must have the type of q";
+  if (mini_batch != kTileRows) return "takes mini-batches of 16 tokens, got " + std::to_string(mini_batch);
+  if (problem.sizes.head_dim > kMostChannels) {
+    return "takes D up to " + std::to_string(kMostChannels) + ", got " + std::to_string(problem.sizes.head_dim);
+  }
+  return lacks_shared_memory(config_of(problem).shared_bytes, call.in.q.device.index);
+}
+
+std::string chunk_chain_backward_config(const TttLinearBackwardProblem& problem) { return config_of(problem).text(); }
+
+void chunk_chain_backward(const TttLinearBackwardProblem& problem, const Context& context) {
+  ReverseArgs args = reverse_args(problem);
+  ScratchLayout measure;
+  take_scratch(measure, args);
+  const DeviceWorkspace workspace(context, measure.bytes());
+  ScratchLayout layout(workspace.data());
+  take_scratch(layout, args);
+  if (args.chain.problem.q.dtype == DType::kBF16) {
+    launch_all<DType::kBF16>(problem, args, context);
+  } else {
+    launch_all<DType::kF16>(problem, args, context);
+  }
+  add_parameter_sums(args.parameter_sums, args.chain.problem, device_tensor(problem.args.dw),
+                     device_tensor(problem.args.db), context);
+}
+
+}  // namespace fastweight::cuda::ttt

@@ -1,0 +1,88 @@
+// Mini-batches of 16 tokens in reverse. h, c is the state before one, dh, dc the gradient of the state after it, m() a
+// mean over D; all 16 rows take part:
+//
+//     dyo = do + ro (w do - m(w do) - xo m(xo w do))               xo, ro: the norm of y; 0 in extension rows
+//     F   = k dh + dc,   dn = -P^T (eta dyo) - eta_L F
+//     dy  = r (dn - m(dn) - x m(x dn))
+//     dx  = -r (dn m(x y) + y m(x dn)) + w^2 dy
+//     dz  = r (dx - m(dx) - x m(x dx)) - (r <dn, n> / D) x
+//     dh  = dh + scale q^T dyo + k^T dz,   dc = dc + sum(dyo + dz)
+//     Dm  = lower(dyo n^T)
+//     dq  = scale (dyo h^T - eta (Dm k))
+//     dk  = w dy + dz h^T - scale Dm^T (eta q) - eta_L n dh^T,   dv = -w dy
+//     deta = -rowsum(Dm P),   and -<n, F> for the last token
+//     dw += do xo + (w x + u) dy,   db += do + w dy                u = w x + b - v + k, y = w u
+//
+// dz is linear in dn. m(dx) and m(x dx) follow from the means of dn, x dn, w^2 dn, w^2 x dn and y dn and from means of x
+// and y, so the chain from dh to dh has one product, one exchange of row sums and one product. The warps of the chain do
+// nothing else. Two groups of partners have every other mini-batch each, or one has all where shared memory is short: a
+// group prepares what the state's gradient has no part in (all but F, dn .. dh, dc), tells the chain, goes on to dq, and
+// then finishes its mini-batch before that:
+//
+//     chain t:     | t is prepared |  F, dn, sums  | B |  dy, dz, dh, dc  -> t is done
+//     group t % 2: rows of t + 2 on their way, x, n, dyo of t -> t is prepared, Dm, dq of t,  | t - 2 is done |
+//                  dk, dv, deta of t - 2
+//
+// As in the forward a warp has 16 columns of everything, or 16 keys of dq and dk. 16-bit operands are q, k, v, h, dh, P,
+// n, dyo, dz and Dm; in fp16 those that may leave its range are rounded in units, powers of two.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/common/launch.h"
+#include "cuda/ttt_linear/chunk_chain/reverse_chain.cuh"
+#include "cuda/ttt_linear/chunk_chain/reverse_partner.cuh"
+
+namespace fastweight::cuda::ttt {
+namespace {
+
+// The grid runs over the `heads` of all sequences, those of a sequence together; a smaller grid goes round.
+template <DType kType, int kD, int kGroups, bool kFull>
+__global__ void __launch_bounds__((1 + kGroups) * 2 * kD, 1)
+    reverse_kernel(const __grid_constant__ ReverseArgs args, int64_t heads) {
+  auto& shared = dynamic_shared<ReverseShared<kD, kGroups>>();
+  const DeviceProblem& p = args.chain.problem;
+  for (GroupSums<kD>& sums : shared.sums) sums.clear();
+  const int threads = kFull ? 2 * kD : static_cast<int>(blockDim.x) / (1 + kGroups),
+            role = static_cast<int>(threadIdx.x) / threads;
+  const Lane at(p.head_dim, (static_cast<int>(threadIdx.x) - role * threads) / kWarpSize);
+  for (int64_t item = blockIdx.x; item < heads; item += gridDim.x) {
+    const int64_t sequence = item / p.num_heads;
+    const int head = static_cast<int>(item - sequence * p.num_heads);
+    const SequenceSpan span = sequence_at(p.sequences, sequence);
+    __syncthreads();  // the head before has been read
+    if (role == 0) {
+      run_reverse_chain<kType, kD, kGroups, kFull>(args, span, sequence, head, at, threads, shared);
+    } else {
+      run_reverse_group<kType, kD, kGroups, kFull>(args, span, sequence, head, at, role - 1, threads, shared);
+    }
+    __syncthreads();
+    double* sums = args.parameter_sums + item * 2 * p.head_dim;
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * p.head_dim; i += static_cast<int>(blockDim.x)) {
+      double sum = 0;
+      for (int part = 0; part < 1 + kGroups; ++part) {
+        sum += shared.parameters[part][i / p.head_dim][i % p.head_dim];
+      }
+      sums[i] = sum;
+    }
+  }
+}
+
+}  // namespace
+
+template <DType kType>
+void launch_reverse(const ReverseConfig& config, const ReverseArgs& args, const Context& context) {
+  const int64_t heads = args.chain.problem.sequences.count * args.chain.problem.num_heads;
+  const LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(heads, 1 << 30)),
+                          static_cast<unsigned>(config.threads), config.shared_bytes};
+  constexpr const char* kName = "ttt_linear chunk_chain backward";
+  if (config.groups < kMostGroups) {
+    launch<reverse_kernel<kType, 64, 1, false>>(kName, context, shape, args, heads);
+  } else if (config.full) {
+    launch<reverse_kernel<kType, 64, kMostGroups, true>>(kName, context, shape, args, heads);
+  } else {
+    launch<reverse_kernel<kType, 64, kMostGroups, false>>(kName, context, shape, args, heads);
+  }
+}
+
+}  // namespace fastweight::cuda::ttt
