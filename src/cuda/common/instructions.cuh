@@ -204,7 +204,8 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// log2(x) by the special function unit, absolute error below 2^-21 for x in [1/2, 2], relative error below 2^-21 elsewhere.
+// log2(x) by the special function unit: absolute error below 2^-21 for x in [1/2, 2], relative error below 2^-21
+// elsewhere.
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

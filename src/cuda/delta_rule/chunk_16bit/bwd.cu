@@ -35,7 +35,8 @@ bool has_states(const DeltaRuleBackwardProblem& problem) {
 // Blocks of the gradients: about as many as run at once, each of which copies the operands of its next item while it
 // finishes one.
 int64_t gradient_blocks(const DeltaRuleBackwardProblem& problem, int64_t num_chunks) {
-  const int on_one = padded_k(problem.sizes.head_dim_k) == 64 ? 4 : 2;
+  const int narrow = has_decay_per_channel(problem) ? 3 : 4;
+  const int on_one = padded_k(problem.sizes.head_dim_k) == 64 ? narrow : 2;
   return std::min<int64_t>(
       num_chunks * problem.sizes.num_heads,
       on_one * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index));

@@ -1,22 +1,55 @@
-// What a block of the gradients' kernels works on, and the copies of its operands to shared memory.
-//
-// A block per (chunk, key head); it takes the value heads of the group, and of each a range of value columns at a time,
-// whose contributions add up.
+// What a block of the gradients' kernels works on, item by item, and the copies of its operands to shared memory.
 #pragma once
 
 #include "cuda/delta_rule/chunk_16bit/gradient.cuh"
 
 namespace fastweight::cuda::chunk_16bit {
 
-// One range of value columns of one value head of a chunk.
+// One range of value columns of one value head of a chunk, and its place in the walk of a block.
 struct Item {
-  ChunkSpan span;
-  int64_t at;  // chunk HV + head
+  ChunkSpan span;  // sequence -1: there is none
+  int64_t pair;    // chunk H + key head
+  int64_t at;      // chunk HV + head
   int head, key_head;
   int column;          // the first
   bool first, last;    // of the key head
   bool opens, closes;  // the value head
 };
+
+// What follows from an item's pair, column and the number h of its head in the group.
+template <int kColumns>
+__device__ __forceinline__ void describe(const ChunkArgs& args, int h, Item& item) {
+  const DeltaRuleDeviceProblem& p = args.problem;
+  const int heads = p.num_value_heads / p.group;
+  const int64_t chunk = item.pair / heads;
+  item.key_head = static_cast<int>(item.pair - chunk * heads);
+  item.head = item.key_head * p.group + h;
+  item.at = chunk * p.num_value_heads + item.head;
+  item.opens = item.column == 0;
+  item.closes = item.column + kColumns >= p.head_dim_v;
+  item.first = h == 0 && item.opens;
+  item.last = h == p.group - 1 && item.closes;
+  if (item.first) {
+    item.span = {};
+    if (chunk < args.num_chunks) item.span = chunk_at(args.chunked, chunk);
+  }
+}
+
+template <int kColumns>
+__device__ __forceinline__ void first_item(const ChunkArgs& args, Item& item) {
+  item.pair = blockIdx.x;
+  item.column = 0;
+  describe<kColumns>(args, 0, item);
+}
+
+template <int kColumns>
+__device__ __forceinline__ void find_next(const ChunkArgs& args, const Item& item, Item& next) {
+  next.span = item.span;
+  next.pair = item.last ? item.pair + gridDim.x : item.pair;
+  next.column = item.closes ? 0 : item.column + kColumns;
+  const int h = item.head - item.key_head * args.problem.group;
+  describe<kColumns>(args, item.last ? 0 : item.closes ? h + 1 : h, next);
+}
 
 // Rows of 16-bit elements, of `width` each, to a tile; zeros beyond. Thread `thread` of kThreads does its part, here and
 // below; the caller commits the copies.
@@ -59,41 +92,14 @@ __device__ __forceinline__ void load_value_rows(const SharedTile<kColumns>& tile
                                   vectors, thread);
 }
 
-// Part `part` of the key head's in a chunk, where `pair` counts the pairs of a chunk and a key head. The sequence is -1
-// where there is no such chunk.
-template <int kColumns>
-__device__ __forceinline__ Item item_at(const GradientArgs& args, int64_t pair, int part) {
-  const DeltaRuleDeviceProblem& p = args.chunk.problem;
-  const int heads = p.num_value_heads / p.group, ranges = (p.head_dim_v + kColumns - 1) / kColumns;
-  const int64_t chunk = pair / heads;
-  const int h = part / ranges, range = part - h * ranges;
-  Item item;
-  item.span = chunk_at(args.chunk.chunked, chunk);
-  item.key_head = static_cast<int>(pair - chunk * heads);
-  item.head = item.key_head * p.group + h;
-  item.at = chunk * p.num_value_heads + item.head;
-  item.column = range * kColumns;
-  item.opens = range == 0;
-  item.closes = range == ranges - 1;
-  item.first = part == 0;
-  item.last = part == p.group * ranges - 1;
-  return item;
-}
-
-// body(item) for the block's share of all items. All threads leave an item before the next one begins.
-template <int kColumns, class Body>
-__device__ __forceinline__ void for_each_item(const GradientArgs& args, const Body& body) {
-  const DeltaRuleDeviceProblem& p = args.chunk.problem;
-  const int64_t pairs = args.chunk.num_chunks * (p.num_value_heads / p.group);
-  const int parts = p.group * ((p.head_dim_v + kColumns - 1) / kColumns);
-  for (int64_t pair = blockIdx.x; pair < pairs; pair += gridDim.x) {
-    for (int part = 0; part < parts; ++part) {
-      const Item item = item_at<kColumns>(args, pair, part);
-      if (item.span.sequence < 0) return;  // chunks are numbered without gaps: none follows
-      body(item);
-      __syncthreads();
-    }
-  }
+// Rows of q or k.
+template <int kThreads, int kK>
+__device__ __forceinline__ void load_key_rows(const ChunkArgs& args, const DeviceTensor& x, const Item& item,
+                                              const SharedTile<kK>& tile, int thread) {
+  const auto* start =
+      static_cast<const uint16_t*>(x.data) + row_offset(x, item.span.batch, item.span.begin, item.key_head);
+  load_rows<kChunkRows, kThreads>(tile, x, start, static_cast<int>(item.span.length), 0, args.problem.head_dim_k,
+                                  args.vector_keys, thread);
 }
 
 }  // namespace fastweight::cuda::chunk_16bit

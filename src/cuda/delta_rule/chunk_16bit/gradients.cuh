@@ -23,7 +23,7 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/adjoints.cuh"
-#include "cuda/delta_rule/chunk_16bit/gradient.cuh"
+#include "cuda/delta_rule/chunk_16bit/gradient_items.cuh"
 
 namespace fastweight::cuda::chunk_16bit {
 namespace {
@@ -40,17 +40,6 @@ struct Shape {
 };
 
 enum PairKind { kPairsOfP, kPairsOfA, kNoPairs };
-
-// One range of value columns of one value head of a chunk, and its place in the walk of a block.
-struct Item {
-  ChunkSpan span;  // sequence -1: there is none
-  int64_t pair;    // chunk H + key head
-  int64_t at;      // chunk HV + head
-  int head, key_head;
-  int column;          // the first
-  bool first, last;    // of the key head
-  bool opens, closes;  // the value head
-};
 
 template <int kK>
 struct Shared {
@@ -90,56 +79,6 @@ struct Shared {
   __device__ SharedTile<kChunkRows> Y_rows() { return {Y}; }
   __device__ SharedTile<kChunkRows> R_rows() { return {R}; }
 };
-
-// Rows of 16-bit elements, of `width` each, to a tile; zeros beyond. The caller commits the copies.
-template <int kRows, int kThreads, int kColumns>
-__device__ __forceinline__ void copy_rows(const SharedTile<kColumns>& tile, const uint16_t* source, int64_t row_stride,
-                                          int rows, int width, int thread) {
-  constexpr int kSegments = SharedTile<kColumns>::kSegments, kStep = kThreads / kSegments;
-  const int segment = thread % kSegments, top = thread / kSegments;
-  const uint16_t* from = source + top * row_stride + 8 * segment;
-  const int count = 8 * segment < width ? rows : 0;
-#pragma unroll 4
-  for (int i = 0; i < kRows; i += kStep, from += kStep * row_stride) {
-    const bool valid = top + i < count;
-    copy_async(tile.address(top + i, segment), valid ? from : source, valid);
-  }
-}
-
-template <int kThreads>
-__device__ __forceinline__ void copy_lower_blocks(const LowerBlocks& tile, const uint16_t* source, int thread) {
-#pragma unroll
-  for (int at = thread; at < kChunkRows * 8; at += kThreads) {
-    const int row = at / 8, segment = at % 8;
-    if (!above_diagonal(row, segment)) copy_async(tile.address(row, segment), source + at * 8, true);
-  }
-}
-
-__device__ __forceinline__ const uint16_t* state_before(const GradientArgs& args, const Item& item) {
-  const DeviceStates& S = args.S;
-  const int64_t chunk = first_chunk_of(args.chunk.chunked, item.span.sequence) + item.span.position;
-  const int64_t offset = item.span.batch * S.outer_strides[0] + chunk * S.outer_strides[1] +
-                         item.head * S.outer_strides[2] + item.column * S.v_stride;
-  return static_cast<const uint16_t*>(S.data) + offset;
-}
-
-template <int kThreads, int kColumns>
-__device__ __forceinline__ void load_value_rows(const SharedTile<kColumns>& tile, const DeviceTensor& x, bool vectors,
-                                                const Item& item, int V, int thread) {
-  const auto* start = static_cast<const uint16_t*>(x.data) + row_offset(x, item.span.batch, item.span.begin, item.head);
-  load_rows<kChunkRows, kThreads>(tile, x, start, x.present() ? static_cast<int>(item.span.length) : 0, item.column, V,
-                                  vectors, thread);
-}
-
-// Rows of q or k.
-template <int kThreads, int kK>
-__device__ __forceinline__ void load_key_rows(const ChunkArgs& args, const DeviceTensor& x, const Item& item,
-                                              const SharedTile<kK>& tile, int thread) {
-  const auto* start =
-      static_cast<const uint16_t*>(x.data) + row_offset(x, item.span.batch, item.span.begin, item.key_head);
-  load_rows<kChunkRows, kThreads>(tile, x, start, static_cast<int>(item.span.length), 0, args.problem.head_dim_k,
-                                  args.vector_keys, thread);
-}
 
 // The numbers of a token.
 struct TokenNumbers {
@@ -766,41 +705,6 @@ __device__ __forceinline__ void finish_head(const GradientArgs& args, const Item
 }
 
 // The kernel -----------------------------------------------------------------------------------------------------------
-
-// What follows from an item's pair, column and the number h of its head in the group.
-template <int kColumns>
-__device__ __forceinline__ void describe(const ChunkArgs& args, int h, Item& item) {
-  const DeltaRuleDeviceProblem& p = args.problem;
-  const int heads = p.num_value_heads / p.group;
-  const int64_t chunk = item.pair / heads;
-  item.key_head = static_cast<int>(item.pair - chunk * heads);
-  item.head = item.key_head * p.group + h;
-  item.at = chunk * p.num_value_heads + item.head;
-  item.opens = item.column == 0;
-  item.closes = item.column + kColumns >= p.head_dim_v;
-  item.first = h == 0 && item.opens;
-  item.last = h == p.group - 1 && item.closes;
-  if (item.first) {
-    item.span = {};
-    if (chunk < args.num_chunks) item.span = chunk_at(args.chunked, chunk);
-  }
-}
-
-template <int kColumns>
-__device__ __forceinline__ void first_item(const ChunkArgs& args, Item& item) {
-  item.pair = blockIdx.x;
-  item.column = 0;
-  describe<kColumns>(args, 0, item);
-}
-
-template <int kColumns>
-__device__ __forceinline__ void find_next(const ChunkArgs& args, const Item& item, Item& next) {
-  next.span = item.span;
-  next.pair = item.last ? item.pair + gridDim.x : item.pair;
-  next.column = item.closes ? 0 : item.column + kColumns;
-  const int h = item.head - item.key_head * args.problem.group;
-  describe<kColumns>(args, item.last ? 0 : item.closes ? h + 1 : h, next);
-}
 
 // Two blocks of K = 128 on a multiprocessor of 228 KB, each with 1 KB of the system's.
 static_assert(sizeof(Shared<128>) <= (228 / 2 - 1) * 1024);

@@ -1,35 +1,36 @@
 // The gradients of every chunk with one decay per key channel. See gradient.cuh for the equations.
 //
-// A pair of tokens i >= j has the factor exp(gamma_i - gamma_j) in every channel, a product of the decays of single tokens
-// as in factors_per_channel.cu. A chunk is four tiles of 16 tokens; rise_i is the product of the decays from the start of
-// i's tile through i, fall_j of those after j to the end of j's tile, total_t of all of a tile. All products below the
-// diagonal tiles are made on tensor cores, and everything that is left in fp32:
+// A pair of tokens i >= j has the factor exp(gamma_i - gamma_j) in every channel, a product of the decays of single
+// tokens as in factors_per_channel.cu. A chunk is four tiles of 16 tokens; rise_i is the product of the decays from the
+// start of i's tile through i, fall_j of those after j to the end of j's tile, total_t of all of a tile. The products
+// between tiles are made on tensor cores, and scaled by channels in their fp32 sums:
 //
-//     X_i = (..((d_o S^T)_i total_0 + P_i0 (fall k)_0) total_1 + ..)         the reads of q, from outside i's tile;
-//                                                                           of the reader likewise with Y S^T and A
-//     F_j = (..((R G^T)_j total_3 + P_3j^T (rise q)_3 + A_3j^T (rise k)_3) total_2 + ..)     the writes of k, to outside
+//     X_i = (..((d_o S^T)_i total_0 + P_i0 (fall k)_0) total_1 + ..)     what q_i reads from outside its tile, over
+//                                                                       rise_i; the reader likewise, with Y S^T and A
+//     F_j = (..((R G^T)_j total_3 + P_3j^T (rise q)_3 + A_3j^T (rise k)_3) total_2 + ..)
+//                                                                       what k_j writes to outside, over fall_j
 //
-// with P = scale dP, A = -dA and the reader's rise k = -beta rise k. Then
+// with P = scale dP, A = -dA and -beta rise k for the reader's rise k. The pairs within a tile are walked in fp32 by a
+// thread per channel, down the rows i, with exp(gamma_i - gamma_j) of all j < i in registers:
 //
-//     dq_i = rise_i X_i + pairs of the tile,     dk_j = fall_j F_j + pairs of the tile - beta_j (rise_j X_j + ..)
+//     dq_i = rise_i X_i + pairs,     dk_j = fall_j F_j + pairs - beta_j (rise_j X_j + pairs)
 //
-// The pairs of a tile are walked in fp32 by a thread per channel: down the rows i, with exp(gamma_i - gamma_j) of all j <
-// i in registers. The same walk sums dg of its own terms: X_i is what a pair (i, anything before the tile) contributes,
-// F_j what (anything after it, j) does, and what passes over the whole tile,
+// The same walk sums dg of its own terms: rise_i X_i belongs to pairs of i and something before the tile, fall_j F_j to
+// pairs of something after it and j, and to all tokens of a tile what passes over it,
 //
-//     over_t = sum of M_ij over the tiles I > t > J, with the state before as a J and the state after as an I,
+//     over_t = sum of M_ij over the tiles I > t > J, with the state before as a J and the state after as an I:
 //
-// falls off on the way: rise x after each factor total_t. Every term of dg_m is one that exp(g_m) multiplies, and no
-// quotient of decays is formed: any gate is safe.
+// X after the factor total_t, times rise x. Every term of dg_m is one that exp(g_m) multiplies, and no quotient of decays
+// is formed: any gate is safe, at the precision of the operands.
 //
-// A block has K / 16 warps. The value side is transposed in steps 1 to 3: channels, or value columns, are the rows of the
-// products and tokens their columns.
+// A block has K / 16 warps. In steps 1 to 5 channels, or value columns, are the rows of the products and tokens their
+// columns.
 //
 //     1   a warp has 16 value columns: R^T = bD^T J^T
 //     2   blocks of 16 x 16 of P and A, dealt to the warps: below the diagonal rounded to operands, on it in fp32
 //     3   a warp has 16 channels: S d_o^T and S Y^T in registers, <S, G>, and G R^T
 //     4   a thread has two channels of a tile: the rising and falling rows
-//     5   a warp has 16 channels: X and F, from 3 and 4
+//     5   a warp has 16 channels: X, F and over
 //     6   a thread has a channel of a tile: the walk
 //     7   some threads have a token: the adjoints of the norms, dq, dk, dbeta
 //
@@ -70,6 +71,19 @@ struct SumTile {
   }
 };
 
+// Columns [16 m, 16 m + 16) of a SharedTile, as its first. For an m that is known at run time and rows that are known
+// before: their addresses differ by constants.
+template <int kColumns>
+struct TileColumns : TileFragments<TileColumns<kColumns>> {
+  uint32_t start;
+  int m;
+
+  __device__ __forceinline__ TileColumns(const uint16_t* tile, int block) : start(shared_address(tile)), m(block) {}
+  __device__ __forceinline__ uint32_t address(int row, int, int h) const {
+    return start + 2 * static_cast<uint32_t>(SharedTile<kColumns>::offset(row, 2 * m + h));
+  }
+};
+
 // A block of 16 x 16 elements, by LowerBlocks' rules. Blocks of a matrix differ by constants.
 struct PairBlock : TileFragments<PairBlock> {
   static constexpr int kElements = 256;
@@ -77,8 +91,8 @@ struct PairBlock : TileFragments<PairBlock> {
   uint32_t start;
 
   __device__ __forceinline__ explicit PairBlock(const uint16_t* memory) : start(shared_address(memory)) {}
-  __device__ __forceinline__ uint32_t address(int row, int segment) const {
-    return start + static_cast<uint32_t>(32 * row + ((segment ^ row >> 2) & 1) * 16);
+  __device__ __forceinline__ uint32_t address(int row, int, int h) const {
+    return start + static_cast<uint32_t>(32 * row + ((h ^ row >> 2) & 1) * 16);
   }
 };
 
@@ -162,7 +176,7 @@ struct Shared {
   float a_log[kTiles * kK / kWarpSize];  // the share of dA_log of the warps' tiles and channels
   float beta[kChunkRows], rstd_q[kChunkRows], rstd_k[kChunkRows];
   float dbeta[kChunkRows];  // over the ranges of columns
-  Item item;                // here, it takes no registers between the steps
+  Item items[2];            // the one at hand and the next; here they take no registers
 };
 
 // [16 channels x 64 tokens] as C tiles.
@@ -170,34 +184,42 @@ using Channels = float[kChunkRows / 8][4];
 // [16 channels x 16 tokens].
 using ChannelTile = float[2][4];
 
-// Loads ----------------------------------------------------------------------------------------------------------------
+// Loads ---------------------------------------------------------------------------------------------------------------
 
-// What step 1 needs, and Y.
+// What step 1 needs, and Y, in three parts: as their places become free. The caller commits the copies.
 template <int kK>
-__device__ __forceinline__ void load_first(const GradientArgs& args, const Item& item, Shared<kK>& s, int thread) {
+__device__ __forceinline__ void load_state(const GradientArgs& args, const Item& item, Shared<kK>& s, int thread) {
+  using X = Shape<kK>;
+  copy_rows<X::kColumns, X::kThreads>(SharedTile<kK>(s.S), state_before(args, item), args.S.v_stride,
+                                      args.chunk.problem.head_dim_v - item.column, args.S_width, thread);
+}
+
+template <int kK>
+__device__ __forceinline__ void load_values(const GradientArgs& args, const Item& item, Shared<kK>& s, int thread) {
   using X = Shape<kK>;
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
   const ChunkFactors& factors = args.chunk.factors;
-  copy_rows<X::kColumns, X::kThreads>(SharedTile<kK>(s.S), state_before(args, item), args.S.v_stride,
-                                      p.head_dim_v - item.column, args.S_width, thread);
   copy_rows<kChunkRows, X::kThreads>(SharedTile<kK>(s.first.reader),
                                      factors.keys + (item.at * kKeyCopies + kReader) * kChunkRows * kK, kK, kChunkRows,
                                      kK, thread);
   load_value_rows<X::kThreads>(SharedTile<X::kColumns>(s.first.v), p.v, args.chunk.vector_values, item, p.head_dim_v,
                                thread);
   copy_lower_blocks<X::kThreads>(s.value_side.J, factors.J + item.at * kChunkRows * kChunkRows, thread);
+}
+
+template <int kK>
+__device__ __forceinline__ void load_columns(const GradientArgs& args, const Item& item, Shared<kK>& s, int thread) {
+  using X = Shape<kK>;
   copy_rows<X::kColumns, X::kThreads>(SharedTile<kChunkRows>(s.columns.Y),
                                       args.Y + (item.at * args.padded_v + item.column) * kChunkRows, kChunkRows,
                                       args.padded_v - item.column, kChunkRows, thread);
-  commit_copies();
-  if (thread < kChunkRows) {
-    const int i = thread;
-    const float* row = factors.row + item.at * kRowNumbers * kChunkRows + i;
-    s.rstd_q[i] = row[kRstdOfQ * kChunkRows];
-    s.rstd_k[i] = row[kRstdOfK * kChunkRows];
-    s.beta[i] = factors.token[item.at * kChunkRows + i];
-    if (item.opens) s.dbeta[i] = 0;
-  }
+  if (thread >= kChunkRows) return;
+  const ChunkFactors& factors = args.chunk.factors;
+  const float* row = factors.row + item.at * kRowNumbers * kChunkRows + thread;
+  s.rstd_q[thread] = row[kRstdOfQ * kChunkRows];
+  s.rstd_k[thread] = row[kRstdOfK * kChunkRows];
+  s.beta[thread] = factors.token[item.at * kChunkRows + thread];
+  if (item.opens) s.dbeta[thread] = 0;
 }
 
 // The gate, as token.cuh and adjoints.cuh have it, by the special function unit: this kernel needs each decay twice.
@@ -248,7 +270,7 @@ __device__ __forceinline__ GateGradient gate_adjoint(const DeltaRuleDeviceProble
   return {-(rate * sigmoid_approx(z)) * dg, -(rate * softplus_approx(z)) * dg};
 }
 
-// Step 1 ---------------------------------------------------------------------------------------------------------------
+// Step 1 --------------------------------------------------------------------------------------------------------------
 
 // Y . v of the tokens j, j + 1 over the warp's columns, of which a lane has two.
 __device__ __forceinline__ void dot_values(const float2 (&v)[2], const float2 (&Y)[2], int lane, float* yv) {
@@ -267,17 +289,18 @@ __device__ __forceinline__ void dot_values(const float2 (&v)[2], const float2 (&
 template <DType kType, int kK>
 __device__ __forceinline__ void residuals(Shared<kK>& s, int warp, int lane, uint32_t (&bD)[kTiles][4]) {
   Channels X = {};
-  const SharedTile<kK> S(s.S), reader(s.first.reader);
-  const SharedTile<Shape<kK>::kColumns> values(s.first.v);
+  const SharedTile<kK> S(s.S);
+  const TileColumns<Shape<kK>::kColumns> values(s.first.v, warp);
   const SharedTile<kChunkRows> Y_rows(s.columns.Y);
 #pragma unroll 4
   for (int m = 0; m < kK / 16; ++m) {
     uint32_t a[4];
     S.load_a(16 * warp, m, lane, a);
+    const TileColumns<kK> reader(s.first.reader, m);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       uint32_t b[4];
-      reader.load_b(16 * n, m, lane, b);
+      reader.load_b(16 * n, 0, lane, b);
       mma<kType>(X[2 * n], a, b[0], b[1]);
       mma<kType>(X[2 * n + 1], a, b[2], b[3]);
     }
@@ -285,7 +308,7 @@ __device__ __forceinline__ void residuals(Shared<kK>& s, int warp, int lane, uin
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
     uint32_t v_pairs[4], Y_pairs[4];
-    values.load_c_transposed(16 * m, warp, lane, v_pairs);
+    values.load_c_transposed(16 * m, 0, lane, v_pairs);
     Y_rows.load_a(16 * warp, m, lane, Y_pairs);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -330,7 +353,7 @@ __device__ __forceinline__ void make_writes(Shared<kK>& s, int warp, int lane) {
   }
 }
 
-// Step 2 ---------------------------------------------------------------------------------------------------------------
+// Step 2 --------------------------------------------------------------------------------------------------------------
 
 // Block (row, column) of P = scale lower(d_o R^T) or of A = slower(Y R^T).
 template <DType kType, int kK>
@@ -379,23 +402,23 @@ __device__ __forceinline__ void make_all_pairs(Shared<kK>& s, float scale, int t
   }
 }
 
-// Step 3 ---------------------------------------------------------------------------------------------------------------
+// Step 3 --------------------------------------------------------------------------------------------------------------
 
 // S d_o^T and S Y^T.
 template <DType kType, int kK>
 __device__ __forceinline__ void read_state(Shared<kK>& s, int warp, int lane, Channels& query, Channels& reader) {
   constexpr int kColumns = Shape<kK>::kColumns;
-  const SharedTile<kK> S(s.S);
-  const SharedTile<kColumns> d_o(s.d_o);
+  const TileColumns<kK> S(s.S, warp);
   const SharedTile<kChunkRows> Y(s.columns.Y);
 #pragma unroll 2
   for (int m = 0; m < kColumns / 16; ++m) {
     uint32_t a[4];
-    S.load_c_transposed(16 * m, warp, lane, a);
+    S.load_c_transposed(16 * m, 0, lane, a);
+    const TileColumns<kColumns> d_o(s.d_o, m);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       uint32_t b[4];
-      d_o.load_b(16 * n, m, lane, b);
+      d_o.load_b(16 * n, 0, lane, b);
       mma<kType>(query[2 * n], a, b[0], b[1]);
       mma<kType>(query[2 * n + 1], a, b[2], b[3]);
       Y.load_b_transposed(16 * m, n, lane, b);
@@ -408,13 +431,13 @@ __device__ __forceinline__ void read_state(Shared<kK>& s, int warp, int lane, Ch
 // <S, G> of channels g and g + 8 of the warp's: the diagonal of S G^T.
 template <DType kType, int kK>
 __device__ __forceinline__ float2 dot_states(Shared<kK>& s, int warp, int lane) {
-  const SharedTile<kK> S(s.S), G(s.G);
+  const TileColumns<kK> S(s.S, warp), G(s.G, warp);
   float c[2][4] = {};
 #pragma unroll 4
   for (int m = 0; m < Shape<kK>::kColumns / 16; ++m) {
     uint32_t a[4], b[4];  // an A fragment of channels by columns is also a B fragment of columns by channels
-    S.load_c_transposed(16 * m, warp, lane, a);
-    G.load_c_transposed(16 * m, warp, lane, b);
+    S.load_c_transposed(16 * m, 0, lane, a);
+    G.load_c_transposed(16 * m, 0, lane, b);
     mma<kType>(c[0], a, b[0], b[2]);
     mma<kType>(c[1], a, b[1], b[3]);
   }
@@ -448,7 +471,7 @@ struct OwnSums {
 // G R^T, half of the tokens at a time.
 template <DType kType, int kK>
 __device__ __forceinline__ void read_gradient(Shared<kK>& s, int warp, int lane) {
-  const SharedTile<kK> G(s.G);
+  const TileColumns<kK> G(s.G, warp);
   const SharedTile<kChunkRows> R(s.columns.R);
   const OwnSums<kK> writer(s.writer, warp, lane);
 #pragma unroll 1
@@ -457,7 +480,7 @@ __device__ __forceinline__ void read_gradient(Shared<kK>& s, int warp, int lane)
 #pragma unroll 4
     for (int m = 0; m < Shape<kK>::kColumns / 16; ++m) {
       uint32_t a[4];
-      G.load_c_transposed(16 * m, warp, lane, a);
+      G.load_c_transposed(16 * m, 0, lane, a);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         uint32_t b[4];
@@ -471,7 +494,7 @@ __device__ __forceinline__ void read_gradient(Shared<kK>& s, int warp, int lane)
   }
 }
 
-// Step 4 ---------------------------------------------------------------------------------------------------------------
+// Step 4 --------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float2 operator*(float2 a, float2 b) { return make_float2(a.x * b.x, a.y * b.y); }
 __device__ __forceinline__ float2 operator*(float a, float2 b) { return make_float2(a * b.x, a * b.y); }
@@ -555,7 +578,7 @@ __device__ __forceinline__ void scale_rows(const DeltaRuleDeviceProblem& p, cons
   *reinterpret_cast<float2*>(&s.total[tile][channel]) = since;
 }
 
-// Step 5 ---------------------------------------------------------------------------------------------------------------
+// Step 5 --------------------------------------------------------------------------------------------------------------
 
 // Of channels g and g + 8 of a warp.
 using TileTotals = float2[kTiles];
@@ -592,7 +615,7 @@ __device__ __forceinline__ void dot_tokens(const uint32_t (&rows)[4], const floa
 template <DType kType, int kK>
 __device__ __forceinline__ void add_reads(Shared<kK>& s, float scale, const TileTotals& total, int warp, int lane,
                                           Channels& query, Channels& reader, TileTotals& over) {
-  const SharedTile<kK> falling(s.tiles.falling), q(s.rising.q), k(s.rising.k);
+  const TileColumns<kK> falling(s.tiles.falling, warp), q(s.rising.q, warp), k(s.rising.k, warp);
   const BelowDiagonal &P = s.pairs.below[kPairsOfP], &A = s.pairs.below[kPairsOfA];
 #pragma unroll
   for (int n = 2; n < kChunkRows / 8; ++n) scale_channels(make_float2(scale, scale), query[n]);
@@ -608,13 +631,13 @@ __device__ __forceinline__ void add_reads(Shared<kK>& s, float scale, const Tile
       }
       uint32_t a[4], b[4];  // anew for every column: unpacked and kept they would cost registers
       float2 sum = make_float2(0, 0);
-      q.load_c_transposed(16 * row, warp, lane, a);
+      q.load_c_transposed(16 * row, 0, lane, a);
       dot_tokens<kType>(a, query[left], query[right], sum);
-      k.load_c_transposed(16 * row, warp, lane, a);
+      k.load_c_transposed(16 * row, 0, lane, a);
       dot_tokens<kType>(a, reader[left], reader[right], sum);
       sum = sum * between(total, column, row);
       over[column] = make_float2(over[column].x + sum.x, over[column].y + sum.y);
-      falling.load_c_transposed(16 * column, warp, lane, a);
+      falling.load_c_transposed(16 * column, 0, lane, a);
       P.block(row, column).load_b(0, 0, lane, b);
       mma<kType>(query[left], a, b[0], b[1]);
       mma<kType>(query[right], a, b[2], b[3]);
@@ -629,7 +652,7 @@ __device__ __forceinline__ void add_reads(Shared<kK>& s, float scale, const Tile
 template <DType kType, int kK>
 __device__ __forceinline__ void add_writes(Shared<kK>& s, const TileTotals& total, int warp, int lane,
                                            TileTotals& over) {
-  const SharedTile<kK> falling(s.tiles.falling), q(s.rising.q), k(s.rising.k);
+  const TileColumns<kK> falling(s.tiles.falling, warp), q(s.rising.q, warp), k(s.rising.k, warp);
   const BelowDiagonal &P = s.pairs.below[kPairsOfP], &A = s.pairs.below[kPairsOfA];
   const OwnSums<kK> writer(s.writer, warp, lane);
   float2 written = make_float2(0, 0);
@@ -639,7 +662,7 @@ __device__ __forceinline__ void add_writes(Shared<kK>& s, const TileTotals& tota
     writer.load(2 * column, F[0]);
     writer.load(2 * column + 1, F[1]);
     uint32_t a[4], b[4];
-    falling.load_c_transposed(16 * column, warp, lane, a);
+    falling.load_c_transposed(16 * column, 0, lane, a);
     float2 sum = make_float2(0, 0);
     dot_tokens<kType>(a, F[0], F[1], sum);
     sum = sum * between(total, column, kTiles);
@@ -649,11 +672,11 @@ __device__ __forceinline__ void add_writes(Shared<kK>& s, const TileTotals& tota
     for (int row = kTiles - 1; row > column; --row) {
       scale_channels(total[row], F[0]);
       scale_channels(total[row], F[1]);
-      q.load_c_transposed(16 * row, warp, lane, a);
+      q.load_c_transposed(16 * row, 0, lane, a);
       P.block(row, column).load_b_transposed(0, 0, lane, b);
       mma<kType>(F[0], a, b[0], b[1]);
       mma<kType>(F[1], a, b[2], b[3]);
-      k.load_c_transposed(16 * row, warp, lane, a);
+      k.load_c_transposed(16 * row, 0, lane, a);
       A.block(row, column).load_b_transposed(0, 0, lane, b);
       mma<kType>(F[0], a, b[0], b[1]);
       mma<kType>(F[1], a, b[2], b[3]);
@@ -675,7 +698,7 @@ __device__ __forceinline__ void add_tiles(Shared<kK>& s, float scale, float2 sta
     over[t] = make_float2(0, 0);
   }
   add_reads<kType>(s, scale, total, warp, lane, query, reader, over);
-  add_writes<kType>(s, total, warp, opaque(lane), over);  // addresses are not worth their registers
+  add_writes<kType>(s, total, warp, opaque_below<kWarpSize>(lane), over);  // addresses are not worth their registers
   __syncwarp();  // all lanes have read the totals
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
@@ -687,7 +710,7 @@ __device__ __forceinline__ void add_tiles(Shared<kK>& s, float scale, float2 sta
   }
 }
 
-// Step 6 ---------------------------------------------------------------------------------------------------------------
+// Step 6 --------------------------------------------------------------------------------------------------------------
 
 // One channel of a tile of 16 tokens.
 struct TileChannel {
@@ -870,7 +893,7 @@ __device__ __forceinline__ void store_parameters(const GradientArgs& args, const
   }
 }
 
-// Step 7 ---------------------------------------------------------------------------------------------------------------
+// Step 7 --------------------------------------------------------------------------------------------------------------
 
 // A token's channels by kLanes neighbouring lanes, eight of them at a time.
 template <int kK>
@@ -1033,7 +1056,7 @@ __device__ __forceinline__ void finish_beta(const GradientArgs& args, const Item
               beta_adjoint(args.chunk.problem, s.beta[own.row], sum));
 }
 
-// The kernel -----------------------------------------------------------------------------------------------------------
+// The kernel ----------------------------------------------------------------------------------------------------------
 
 template <DType kType, int kK>
 struct Gradients {
@@ -1043,12 +1066,13 @@ struct Gradients {
   Shared<kK>& s;
 
   // Asked for by every step: what is computed from it is not kept from one to the next.
-  __device__ __forceinline__ static int thread_index() { return opaque(static_cast<int>(threadIdx.x)); }
+  __device__ __forceinline__ static int thread_index() {
+    return opaque_below<X::kThreads>(static_cast<int>(threadIdx.x));
+  }
 
   // Steps 1 and 2: afterwards d_o is where the reader was, and the pairs are where J was.
-  __device__ __forceinline__ void pair_gradients() const {
+  __device__ __forceinline__ void pair_gradients(const Item& item) const {
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
-    const Item& item = s.item;
     int thread = thread_index();
     if (thread / kWarpSize < X::kColumns / 16) make_writes<kType>(s, thread / kWarpSize, thread % kWarpSize);
     __syncthreads();
@@ -1067,8 +1091,7 @@ struct Gradients {
   }
 
   // Step 3. Returns e_n <S, G> of the lane's channels.
-  __device__ __forceinline__ float2 state_products(Channels& query, Channels& reader) const {
-    const Item& item = s.item;
+  __device__ __forceinline__ float2 state_products(const Item& item, Channels& query, Channels& reader) const {
     int thread = thread_index(), warp = thread / kWarpSize, lane = thread % kWarpSize;
     read_state<kType>(s, warp, lane, query, reader);
     __syncthreads();
@@ -1106,18 +1129,13 @@ struct Gradients {
   }
 
   // Steps 4 and 5, X in registers on return.
-  __device__ __forceinline__ void tile_products(float2 states, Channels& query, Channels& reader) const {
+  __device__ __forceinline__ void tile_products(const Item& item, float2 states, Channels& query,
+                                                Channels& reader) const {
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
-    const Item& item = s.item;
-    const auto load = [&](const DeviceTensor& x, uint16_t* rows, int thread) {
-      const auto* start = static_cast<const uint16_t*>(x.data) + row_offset(x, item.span.batch, item.span.begin, item.key_head);
-      load_rows<kChunkRows, X::kThreads>(SharedTile<kK>(rows), x, start, static_cast<int>(item.span.length), 0,
-                                         p.head_dim_k, args.chunk.vector_keys, thread);
-    };
     int thread = thread_index();
     exchange_first<true>(thread, query, reader);
-    load(p.q, s.rising.q, thread);
-    load(p.k, s.rising.k, thread);
+    load_key_rows<X::kThreads, kK>(args.chunk, p.q, item, s.rising.q, thread);
+    load_key_rows<X::kThreads, kK>(args.chunk, p.k, item, s.rising.k, thread);
     commit_copies();
     wait_copies<0>();
     __syncthreads();
@@ -1129,12 +1147,12 @@ struct Gradients {
   }
 
   // Steps 1 to 5.
-  __device__ __forceinline__ void make_sums() const {
-    pair_gradients();
+  __device__ __forceinline__ void make_sums(const Item& item) const {
+    pair_gradients(item);
     Channels query = {}, reader = {};
-    const float2 states = state_products(query, reader);
+    const float2 states = state_products(item, query, reader);
     __syncthreads();
-    tile_products(states, query, reader);
+    tile_products(item, states, query, reader);
     __syncthreads();
     const int thread = thread_index(), warp = thread / kWarpSize, lane = thread % kWarpSize;
     const OwnSums<kK> own_query(s.query, warp, lane), own_reader(s.reader, warp, lane);
@@ -1146,35 +1164,61 @@ struct Gradients {
     __syncthreads();
   }
 
-  __device__ __forceinline__ void run(const Item& next) const {
-    if (threadIdx.x == 0) s.item = next;
-    load_first(args, next, s, thread_index());
+  // Step 7. What is finished makes room for the operands of the next item.
+  __device__ __forceinline__ void finish(const Item& item, const Item& next) const {
+    const DeltaRuleDeviceProblem& p = args.chunk.problem;
+    const bool more = next.span.sequence >= 0;
+    const int thread = thread_index();
+    const TokenLanes<kK> own(thread);
+    const KeyRows<kType, kK> rows{args, item, own};
+    rows.finish(s.writer, 1, p.k, s.rstd_k, args.dk, args.vector_dk);
+    __syncthreads();
+    if (more) load_state(args, next, s, thread);
+    rows.finish(s.query, 0, p.q, s.rstd_q, args.dq, args.vector_dq);
+    __syncthreads();
+    if (more) load_values(args, next, s, thread);
+    finish_beta(args, item, s, own);
+    if (args.parameter_parts != nullptr && item.closes) store_parameters(args, item, s, thread);
+    __syncthreads();
+    if (more) load_columns(args, next, s, thread);
+    commit_copies();
+  }
+
+  __device__ __forceinline__ void run(const Item& item, Item& next) const {
     wait_copies<0>();
     __syncthreads();
-    make_sums();
-    const Item& item = s.item;
+    if (threadIdx.x == 0) find_next<X::kColumns>(args.chunk, item, next);
+    make_sums(item);
 #pragma unroll 1
     for (int at = thread_index(); at < kTiles * kK; at += X::kThreads) {
       walk_tile<kType>(args, item, s, at);
     }
     __syncthreads();
-    const DeltaRuleDeviceProblem& p = args.chunk.problem;
+    finish(item, next);
+  }
+
+  // A block takes every gridDim.x-th pair of a chunk and a key head.
+  __device__ __forceinline__ void run_all() const {
+    if (threadIdx.x == 0) first_item<X::kColumns>(args.chunk, s.items[0]);
+    __syncthreads();
+    if (s.items[0].span.sequence < 0) return;
     const int thread = thread_index();
-    const TokenLanes<kK> own(thread);
-    const KeyRows<kType, kK> rows{args, item, own};
-    rows.finish(s.query, 0, p.q, s.rstd_q, args.dq, args.vector_dq);
-    rows.finish(s.writer, 1, p.k, s.rstd_k, args.dk, args.vector_dk);
-    finish_beta(args, item, s, own);
-    if (args.parameter_parts != nullptr && item.closes) store_parameters(args, item, s, thread);
+    load_state(args, s.items[0], s, thread);
+    load_values(args, s.items[0], s, thread);
+    load_columns(args, s.items[0], s, thread);
+    commit_copies();
+    for (int turn = 0; s.items[turn].span.sequence >= 0; turn ^= 1) run(s.items[turn], s.items[turn ^ 1]);
   }
 };
+
+// Two blocks of K = 128 on a multiprocessor of 228 KB, each with 1 KB of the system's.
+static_assert(sizeof(Shared<128>) <= (228 / 2 - 1) * 1024);
 
 template <DType kType, int kK>
 __global__ void __launch_bounds__(Shape<kK>::kThreads, Shape<kK>::kBlocksOfSM)
     channel_gradients_kernel(const __grid_constant__ GradientArgs args) {
   wait_for_previous_kernels();
-  const Gradients<kType, kK> gradients{args, dynamic_shared<Shared<kK>>()};
-  for_each_item<Shape<kK>::kColumns>(args, [&](const Item& item) { gradients.run(item); });
+  Gradients<kType, kK>{args, dynamic_shared<Shared<kK>>()}.run_all();
 }
 
 }  // namespace
