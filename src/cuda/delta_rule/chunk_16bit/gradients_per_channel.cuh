@@ -77,8 +77,8 @@ struct PairBlock : TileFragments<PairBlock> {
   uint32_t start;
 
   __device__ __forceinline__ explicit PairBlock(const uint16_t* memory) : start(shared_address(memory)) {}
-  __device__ __forceinline__ uint32_t address(int row, int segment) const {
-    return start + static_cast<uint32_t>(32 * row + ((segment ^ row >> 2) & 1) * 16);
+  __device__ __forceinline__ uint32_t address(int row, int even, int h) const {
+    return start + static_cast<uint32_t>(32 * row + (((even + h) ^ row >> 2) & 1) * 16);
   }
 };
 
