@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/contract.h"
 #include "tests/cuda/testing.h"
 #include "tests/ttt_linear/grid.h"
 
@@ -120,6 +121,25 @@ TEST(CudaTttLinear, ShapesOfTheChunkBackward) {
   }
 }
 
+// A forward and a backward that are both chosen automatically go by the same states: sequences may be cut between them.
+TEST(CudaTttLinear, ForwardAndBackwardHaveTheSameStates) {
+  for (int32_t mini_batch : {16, 32}) {
+    for (int64_t D : {36, 100}) {
+      for (bool wide : {false, true}) {
+        TttLinearSpec spec = bf16_spec(3 * mini_batch + 5, D, 1);
+        spec.options.mini_batch = mini_batch;
+        TttLinearCase problem = draw(spec, 19);
+        if (wide) problem.d_o = problem.d_o.to(DType::kF32);
+        EXPECT_EQ(support::backward(problem, context_for("")).implementation,
+                  support::forward(problem, context_for("")).implementation);
+        expect_same_when_cut(problem, 2 * mini_batch);
+        expect_close(problem, support::backward(problem, context_for("")),
+                     support::backward(support::in_double(problem), reference_context()));
+      }
+    }
+  }
+}
+
 // Rows of 128 channels and long mini-batches: the matrices of a block do not fit into shared memory.
 TEST(CudaTttLinear, Fp32WithMatricesInScratchMemory) {
   TttLinearSpec spec = spec_of(70, 128, 1);
@@ -166,22 +186,21 @@ TEST(CudaTttLinear, WhatTheChunkFormsDecline) {
   for (const char* name : {"chunk_chain", "chunk_tiles"}) {
     expect_declined(name, for_forward(name, spec_of(20, 16)), "q, k and v must be bf16 or fp16");
   }
-  const auto expect_backward_declined = [](const TttLinearCase& problem, const std::string& reason) {
-    expect_refused(ErrorCode::kUnsupported, "chunk_chain: " + reason,
-                   [&] { support::backward(problem, context_for("chunk_chain")); });
-    EXPECT_EQ(support::backward(problem, context_for("")).implementation, "chunk_fp32");
+  const auto expect_backward_declined = [](const std::string& name, const TttLinearSpec& refused,
+                                           const std::string& reason) {
+    expect_refused(ErrorCode::kUnsupported, name + ": " + reason,
+                   [&] { support::backward(draw(refused, 12), context_for(name)); });
   };
-  expect_backward_declined(draw(spec_of(20, 16), 12), "q, k and v must be bf16 or fp16");
-  expect_backward_declined(draw(bf16_spec(20, 65, 1), 12), "takes D up to 64, got 65");
-  TttLinearCase wide = draw(bf16_spec(20, 16, 1), 12);
-  wide.d_o = wide.d_o.to(DType::kF32);
-  expect_backward_declined(wide, "d_o must have the type of q");
+  for (const char* name : {"chunk_chain", "chunk_tiles"}) {
+    expect_backward_declined(name, for_forward(name, spec_of(20, 16)), "q, k and v must be bf16 or fp16");
+  }
   TttLinearSpec spec = bf16_spec(20, 16, 1);
   expect_declined("chunk_tiles", spec, "takes mini-batches of 32 or 64 tokens, got 16");
+  expect_backward_declined("chunk_tiles", spec, "takes mini-batches of 32 or 64 tokens, got 16");
   for (int32_t mini_batch : {32, 64}) {
     spec.options.mini_batch = mini_batch;
     expect_declined("chunk_chain", spec, "takes mini-batches of 16 tokens, got " + std::to_string(mini_batch));
-    expect_backward_declined(draw(spec, 12), "takes mini-batches of 16 tokens, got " + std::to_string(mini_batch));
+    expect_backward_declined("chunk_chain", spec, "takes mini-batches of 16 tokens, got " + std::to_string(mini_batch));
   }
 }
 
@@ -221,7 +240,7 @@ TEST(CudaTttLinear, WhatIsNotANumberStaysOnTheWayBack) {
   constexpr int64_t kToken = 40;
   for (const std::string& name : implementations(Mode::kBackward)) {
     for (Tensor TttLinearCase::*tensor : {&TttLinearCase::k, &TttLinearCase::v, &TttLinearCase::d_o}) {
-      TttLinearCase problem = draw(bf16_spec(70, 36, 1), 18);
+      TttLinearCase problem = draw(for_forward(name, bf16_spec(70, 36, 1)), 18);
       const int64_t width = (problem.*tensor).size() / problem.spec.T;
       for (int64_t i = 0; i < width; ++i) (problem.*tensor).set(kToken * width + i, std::nan(""));
       const TttLinearResults results = support::backward(problem, context_for(name));

@@ -46,8 +46,15 @@ __device__ __forceinline__ void load_rows(const SharedTile<kColumns>& tile, cons
   const int segment = thread % kSegments, top = thread / kSegments, column = first + segment * 8;
   if (vectors) {
     const uint16_t* from = start + top * x.strides[1] + column;
-    const int count = column < width ? rows : 0;
+    if (rows >= kRows && first + kColumns <= width) {
 #pragma unroll
+      for (int i = 0; i < kRows; i += kStep, from += kStep * x.strides[1]) {
+        copy_async(tile.address(top + i, segment), from, true);
+      }
+      return;
+    }
+    const int count = column < width ? rows : 0;
+#pragma unroll 1
     for (int i = 0; i < kRows; i += kStep, from += kStep * x.strides[1]) {
       const bool valid = top + i < count;
       copy_async(tile.address(top + i, segment), valid ? from : start, valid);

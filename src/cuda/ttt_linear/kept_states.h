@@ -20,4 +20,24 @@ inline int64_t most_mini_batches(const Sequences& sequences, int mini_batch) {
   return sequences.tokens / mini_batch + sequences.count;
 }
 
+// The states as the products of a forward with 16-bit operands read them: c, and h in 16 bits, as 8 x 8 matrices of 128
+// bytes that ldmatrix reads at once. Those of 16 columns [16 w, 16 w + 16) and 16 keys [16 m, 16 m + 16) are four; number i
+// has keys 8 (i % 2) .. and columns of tile i / 2 in the order of LaneRows, a row for a column. So ldmatrix gives right
+// operands of products along the keys, and ldmatrix_transposed those along the columns: registers j and j + 2 are for keys
+// 8 j ..
+struct KeptTiles {
+  uint16_t* h = nullptr;  // [.., padded_dim * padded_dim]
+  float* c = nullptr;     // [.., padded_dim]
+  int padded_dim = 64;
+
+  FW_HOST_DEVICE bool present() const { return h != nullptr; }
+
+  // Where the four matrices begin; and an element of h, from there.
+  FW_HOST_DEVICE static int offset(int padded_dim, int w, int m) { return (w * (padded_dim / 16) + m) * 256; }
+  FW_HOST_DEVICE int element(int key, int column) const {
+    const int in_tile = column % 16, i = in_tile / 2 % 2 * 2 + key / 8 % 2, row = in_tile / 4 * 2 + in_tile % 2;
+    return offset(padded_dim, column / 16, key / 16) + i * 64 + row * 8 + key % 8;
+  }
+};
+
 }  // namespace fastweight::cuda::ttt

@@ -6,6 +6,7 @@
 
 #include "core/ttt_linear_problem.h"
 #include "cuda/decline_reasons.h"
+#include "cuda/ttt_linear/kept_states.h"
 
 namespace fastweight::cuda::ttt {
 
@@ -26,12 +27,17 @@ std::string chunk_chain_backward_config(const TttLinearBackwardProblem& problem)
 void chunk_tiles_forward(const TttLinearForwardProblem& problem, const Context& context);
 std::string declines_chunk_tiles(const TttLinearForwardProblem& problem);
 std::string chunk_tiles_config(const TttLinearForwardProblem& problem);
+void chunk_tiles_backward(const TttLinearBackwardProblem& problem, const Context& context);
+std::string declines_chunk_tiles_backward(const TttLinearBackwardProblem& problem);
+std::string chunk_tiles_backward_config(const TttLinearBackwardProblem& problem);
 
 // By mini-batches of any length in fp32, on the multiply-add units.
 void chunk_fp32_forward(const TttLinearForwardProblem& problem, const Context& context);
 std::string chunk_fp32_forward_config(const TttLinearForwardProblem& problem);
 void chunk_fp32_backward(const TttLinearBackwardProblem& problem, const Context& context);
 std::string chunk_fp32_backward_config(const TttLinearBackwardProblem& problem);
+// The same from states that another forward has kept; without them it makes its own.
+void backward_in_fp32(const TttLinearBackwardProblem& problem, const KeptTiles& tiles, const Context& context);
 
 // Token by token.
 void recurrent_forward(const TttLinearForwardProblem& problem, const Context& context);

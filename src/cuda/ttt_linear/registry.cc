@@ -14,6 +14,8 @@ constexpr Implementation<TttLinearForwardProblem> kForward[] = {
 constexpr Implementation<TttLinearBackwardProblem> kBackward[] = {
     {"chunk_chain", ttt::declines_chunk_chain_backward, always, ttt::chunk_chain_backward,
      ttt::chunk_chain_backward_config},
+    {"chunk_tiles", ttt::declines_chunk_tiles_backward, always, ttt::chunk_tiles_backward,
+     ttt::chunk_tiles_backward_config},
     {"chunk_fp32", ttt::beyond_all_kernels, always, ttt::chunk_fp32_backward, ttt::chunk_fp32_backward_config},
 };
 constexpr Implementation<TttLinearStepProblem> kStep[] = {

@@ -95,7 +95,7 @@ DeviceStates scratch_states(const DeltaRuleBackwardProblem& problem, uint16_t* d
   return states;
 }
 
-// The states before the chunks: the caller's, or again as in the forward.
+// The states before the chunks: the caller's, rounded to operands if need be, or again as in the forward.
 void provide_states(const DeltaRuleBackwardProblem& problem, const Scratch& scratch, GradientArgs& args,
                     const Context& context) {
   const DeltaRuleBackward& call = problem.args;
@@ -106,6 +106,11 @@ void provide_states(const DeltaRuleBackwardProblem& problem, const Scratch& scra
   }
   args.S = scratch_states(problem, scratch.S);
   args.S_width = padded_k(problem.sizes.head_dim_k);
+  if (call.chunk_states.present()) {
+    launch_round_states(args.chunk, device_states(call.chunk_states, call.options.state_v_first), args.S, args.S_width,
+                        context);
+    return;
+  }
   ChunkArgs forward = args.chunk;
   forward.chunk_states = args.S;
   forward.state_width = args.S_width;

@@ -64,6 +64,10 @@ size_t gradients_per_channel_bytes(int padded_k);
 int gradients_columns(int padded_k);
 int gradients_per_channel_columns(int padded_k);
 
+// States in any type and order to rows of `width` elements of the type of the operands.
+void launch_round_states(const ChunkArgs& args, const DeviceStates& from, const DeviceStates& to, int width,
+                         const Context& context);
+
 // The scan from the last chunk to the first, in one launch.
 template <DType kType>
 void launch_scan_back(const GradientArgs& args, const ScanConfig& config, const Context& context);

@@ -59,8 +59,15 @@ __device__ __forceinline__ void copy_rows(const SharedTile<kColumns>& tile, cons
   constexpr int kSegments = SharedTile<kColumns>::kSegments, kStep = kThreads / kSegments;
   const int segment = thread % kSegments, top = thread / kSegments;
   const uint16_t* from = source + top * row_stride + 8 * segment;
-  const int count = 8 * segment < width ? rows : 0;
+  if (rows >= kRows && width >= kColumns) {
 #pragma unroll 4
+    for (int i = 0; i < kRows; i += kStep, from += kStep * row_stride) {
+      copy_async(tile.address(top + i, segment), from, true);
+    }
+    return;
+  }
+  const int count = 8 * segment < width ? rows : 0;
+#pragma unroll 1
   for (int i = 0; i < kRows; i += kStep, from += kStep * row_stride) {
     const bool valid = top + i < count;
     copy_async(tile.address(top + i, segment), valid ? from : source, valid);

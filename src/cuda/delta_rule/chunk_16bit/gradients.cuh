@@ -351,20 +351,33 @@ __device__ __forceinline__ void multiply_by_R(Shared<kK>& s, const PairTask& tas
   }
 }
 
-// Turns pair gradients x, element e of tile n at (i, j), into operands, which body(i, j, n, e, x) returns, and into M =
-// gradient times value, which it leaves in x.
-template <DType kType, int kCount, class Body>
-__device__ __forceinline__ void store_pairs(const LowerBlocks& tile, const PairTask& task, int lane, Pairs<kCount>& c,
-                                            const Body& body) {
+// Turns the gradients x of pairs (i, j) into operands, x times `on_rows` times rstd_j exp(gamma_i - gamma_j), and into M,
+// which value(n, e, x, f) makes of element e of tile n, its gradient and f = rstd_j exp(gamma_i - gamma_j). Zeros where j
+// exceeds i - kBelow.
+template <DType kType, int kBelow, int kCount, int kK, class Value>
+__device__ __forceinline__ void store_pairs(const Shared<kK>& s, const LowerBlocks& tile, const PairTask& task,
+                                            float2 on_rows, int lane, Pairs<kCount>& c, const Value& value) {
+  const int i = 16 * task.row + lane / 4;
+  const float gamma_i[2] = {s.gamma[i], s.gamma[i + 8]};
 #pragma unroll
   for (int n = 0; n < 2 * kCount; ++n) {
     if (n / 2 >= task.count) continue;
+    const int j = 16 * task.first + 8 * n + 2 * (lane % 4);
+    const float2 gamma_j = *reinterpret_cast<const float2*>(s.gamma + j);
+    const float2 rstd_j = *reinterpret_cast<const float2*>(s.rstd_k + j);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = 16 * task.row + lane / 4 + 8 * half, j = 16 * task.first + 8 * n + 2 * (lane % 4);
-      const float low = body(i, j, n, 2 * half, c[n][2 * half]);
-      const float high = body(i, j + 1, n, 2 * half + 1, c[n][2 * half + 1]);
-      *reinterpret_cast<uint32_t*>(tile.segment(i, j / 8) + j % 8) = pack<kType>(low, high);
+      const float on_row = half == 0 ? on_rows.x : on_rows.y;
+      float operand[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& x = c[n][2 * half + e];
+        const bool there = i + 8 * half >= j + e + kBelow;
+        const float f = (e == 0 ? rstd_j.x : rstd_j.y) * exp2_approx(gamma_i[half] - (e == 0 ? gamma_j.x : gamma_j.y));
+        operand[e] = there ? on_row * f * x : 0.0f;
+        x = there ? value(n, 2 * half + e, x, f) : 0.0f;
+      }
+      *reinterpret_cast<uint32_t*>(tile.segment(i + 8 * half, j / 8) + j % 8) = pack<kType>(operand[0], operand[1]);
     }
   }
 }
@@ -387,11 +400,11 @@ __device__ __forceinline__ void pairs_of_P(const GradientArgs& args, const Item&
       values[n][half] = n / 2 < task.count ? *reinterpret_cast<const uint32_t*>(sP + i * kChunkRows + j) : 0;
     }
   }
-  store_pairs<kType, kCount>(s.P, task, lane, c, [&](int i, int j, int n, int e, float& x) {
-    const float2 value = unpack<kType>(values[n][e / 2]);
-    const float gradient = x * (scale * s.rstd_q[i] * s.rstd_k[j] * exp2_approx(s.gamma[i] - s.gamma[j]));
-    x = i >= j ? x * (e % 2 == 0 ? value.x : value.y) : 0.0f;
-    return i >= j ? gradient : 0.0f;
+  const int i = 16 * task.row + lane / 4;
+  const float2 on_rows = make_float2(scale * s.rstd_q[i], scale * s.rstd_q[i + 8]);
+  store_pairs<kType, 0, kCount>(s, s.P, task, on_rows, lane, c, [&](int n, int e, float x, float) {
+    const float2 pair = unpack<kType>(values[n][e / 2]);
+    return x * (e % 2 == 0 ? pair.x : pair.y);
   });
   add_up<kCount>(s, task, 0, make_float2(1, 1), lane, c);
 }
@@ -415,13 +428,13 @@ __device__ __forceinline__ void pairs_of_A(Shared<kK>& s, const PairTask& task, 
       mma<kType>(kk[2 * n + 1], a, b[2], b[3]);
     }
   }
-  store_pairs<kType, kCount>(s.A, task, lane, c, [&](int i, int j, int n, int e, float& x) {
-    const float gradient = -x * (s.rstd_k[i] * s.rstd_k[j] * exp2_approx(s.gamma[i] - s.gamma[j]));
-    x = i > j ? gradient * kk[n][e] : 0.0f;
-    return i > j ? s.beta[i] * gradient : 0.0f;
-  });
   const int i = 16 * task.row + lane / 4;
-  add_up<kCount>(s, task, task.first > 0 ? 1 : 0, make_float2(s.beta[i], s.beta[i + 8]), lane, c);
+  const float2 rstd = make_float2(-s.rstd_k[i], -s.rstd_k[i + 8]), beta = make_float2(s.beta[i], s.beta[i + 8]);
+  const float2 on_rows = make_float2(beta.x * rstd.x, beta.y * rstd.y);
+  store_pairs<kType, 1, kCount>(s, s.A, task, on_rows, lane, c, [&](int n, int e, float x, float f) {
+    return x * ((e < 2 ? rstd.x : rstd.y) * f) * kk[n][e];
+  });
+  add_up<kCount>(s, task, task.first > 0 ? 1 : 0, beta, lane, c);
 }
 
 // Step 3 ---------------------------------------------------------------------------------------------------------------
@@ -496,27 +509,37 @@ __device__ __forceinline__ void scale_and_dot(const SharedTile<kK>& tile, const 
   }
 }
 
-// <S, G> by all threads, with G in shared memory.
+// <S, G>, with G in shared memory: the diagonal of S G^T, 16 value columns to a warp. The inner index may stand in any
+// order, so a lane takes eight channels side by side of both.
 template <DType kType, int kK>
 __device__ __forceinline__ void dot_states(const GradientArgs& args, const Item& item, Shared<kK>& s, int warp,
-                                           int lane, int thread) {
-  using X = Shape<kK>;
-  constexpr int kSegments = kK / 8, kStep = X::kThreads / kSegments;
-  const int segment = thread % kSegments, top = thread / kSegments;
-  const uint16_t* S = state_before(args, item) + top * args.S.v_stride + 8 * segment;
-  const int count = 8 * segment < args.S_width ? min(args.chunk.problem.head_dim_v - item.column, X::kColumns) : 0;
-  float sum = 0;
+                                           int lane) {
+  if (warp >= Shape<kK>::kColumns / 16) {
+    if (lane == 0) s.state_dot[warp] = 0;
+    return;
+  }
+  const int g = lane / 4, t = lane % 4, rows = args.chunk.problem.head_dim_v - item.column;
+  const uint16_t* S = state_before(args, item) + (16 * warp + g) * args.S.v_stride + 8 * t;
+  const bool has[2] = {16 * warp + g < rows, 16 * warp + g + 8 < rows};
+  float c[2][4] = {};
 #pragma unroll 4
-  for (int row = top; row < count; row += kStep, S += kStep * args.S.v_stride) {
-    const uint4 x = *reinterpret_cast<const uint4*>(S);
-    const uint4 y = *reinterpret_cast<const uint4*>(s.state_rows().segment(row, segment));
-    const uint32_t x_words[4] = {x.x, x.y, x.z, x.w}, y_words[4] = {y.x, y.y, y.z, y.w};
+  for (int m = 0; m < kK / 32; ++m) {
+    uint4 x[2], y[2];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float2 a = unpack<kType>(x_words[e]), b = unpack<kType>(y_words[e]);
-      sum = fmaf(a.y, b.y, fmaf(a.x, b.x, sum));
+    for (int half = 0; half < 2; ++half) {
+      const bool there = has[half] && 32 * m + 8 * t < args.S_width;
+      x[half] = there ? *reinterpret_cast<const uint4*>(S + 8 * half * args.S.v_stride + 32 * m) : uint4{};
+      y[half] = *reinterpret_cast<const uint4*>(s.state_rows().segment(16 * warp + g + 8 * half, 4 * m + t));
+    }
+    const uint32_t first[4] = {x[0].x, x[1].x, x[0].y, x[1].y}, second[4] = {x[0].z, x[1].z, x[0].w, x[1].w};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      mma<kType>(c[half], first, y[half].x, y[half].y);
+      mma<kType>(c[half], second, y[half].z, y[half].w);
     }
   }
+  float sum = 0;
+  if (g / 2 == t) sum = g % 2 == 0 ? c[0][0] + c[1][2] : c[0][1] + c[1][3];
   sum = sum_over_lanes<kWarpSize>(sum);
   if (lane == 0) s.state_dot[warp] = sum;
 }
@@ -680,9 +703,11 @@ __device__ __forceinline__ void finish_head(const GradientArgs& args, const Item
   if (p.gate == Gate::kNone) return;
   GateGradient d = {0.0f, 0.0f};
   if (exists) {
-    const float x = load_float(p.g.data, p.g.dtype, row_offset(p.g, item.span.batch, token, item.head));
-    d = log_decay_adjoint(p, x, p.gate_in_kernel ? gate_rate(p, item.head) : 0.0f,
-                          p.gate_in_kernel ? gate_bias(p, item.head, 0) : 0.0f, sums.dg);
+    d = {sums.dg, 0.0f};
+    if (p.gate_in_kernel) {
+      const float x = load_float(p.g.data, p.g.dtype, row_offset(p.g, item.span.batch, token, item.head));
+      d = log_decay_adjoint(p, x, gate_rate(p, item.head), gate_bias(p, item.head, 0), sums.dg);
+    }
     if (args.dg.present()) {
       store_float(args.dg.data, args.dg.dtype, row_offset(args.dg, item.span.batch, token, item.head), d.x);
     }
@@ -880,7 +905,7 @@ struct Gradients {
 #pragma unroll
       for (int e = 0; e < 4; ++e) dk[n][e] += x[n][e];
     }
-    if (args.chunk.problem.gate != Gate::kNone) dot_states<kType>(args, item, s, warp, lane, thread);
+    if (args.chunk.problem.gate != Gate::kNone) dot_states<kType>(args, item, s, warp, lane);
   }
 
   __device__ __forceinline__ const Item& other(const Item& item) const { return s.items[&item == s.items]; }

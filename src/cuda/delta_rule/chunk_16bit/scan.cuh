@@ -229,7 +229,6 @@ struct Scan {
         stages.producer_commit_and_wait();
       }
       state_ready.wait();
-      if (args.state_width > 0) save_state_rows(c);
       Sums<kTiles> O;
       if (args.o.present()) {
         clear<kTiles>(O);
@@ -239,6 +238,7 @@ struct Scan {
           for (int n = 0; n < kTokenTiles; ++n) scale_tokens<kTiles>(current.token, kOnQueryRead, n, lane, O);
         }
       }
+      if (args.state_width > 0) save_state_rows(c);  // while the state warps compute R
       writes_ready.wait();
       if (args.o.present()) add_writes<kType, kTiles>(exchange.R(), row, {current.sP}, lane, O);
       if (two_stages && more) {

@@ -8,34 +8,26 @@
 
 #include "cuda/ttt_linear/chunk.cuh"
 #include "cuda/ttt_linear/chunk_chain/config.h"
+#include "cuda/ttt_linear/kept_states.h"
 
 namespace fastweight::cuda::ttt {
-
-// The state before mini-batch number i, see ../kept_states.h: h as a StateTile, and c.
-struct KeptChainStates {
-  uint16_t* h = nullptr;  // [.., kD * kD]
-  float* c = nullptr;     // [.., kD]
-};
 
 struct ReverseArgs {
   ChunkArgs chain;       // the initial state of the chain is the gradient of the final one, and the other way round
   bool vectors = false;  // rows of q, k, v and d_o can be copied in 16-byte pieces
   DeviceTensor d_o, dq, dk, dv, deta;
-  KeptChainStates kept;
+  KeptTiles kept;
   double* parameter_sums = nullptr;  // [N, H, 2, D]
 };
 
-// A matrix like h in 16 bits, as 8 x 8 matrices of 128 bytes that ldmatrix reads at once: those of 16 columns
-// [16 w, 16 w + 16) and 16 keys [16 m, 16 m + 16) are four, number i has keys 8 (i % 2) .. and columns of tile i / 2 in
-// the order of LaneRows, a row for a column. ldmatrix gives right operands of products along the keys,
-// ldmatrix_transposed those along the columns: registers j and j + 2 are for keys 8 j ..
+// A matrix like h in 16 bits in shared memory, in the order of KeptTiles.
 template <int kD>
 struct StateTile {
   uint16_t* data;
 
-  __device__ __forceinline__ static int offset(int w, int m) { return (w * (kD / 16) + m) * 256; }
   __device__ __forceinline__ uint32_t address(int w, int m, int lane) const {
-    return shared_address(data) + 2 * static_cast<uint32_t>(offset(w, m)) + 16 * static_cast<uint32_t>(lane);
+    return shared_address(data) + 2 * static_cast<uint32_t>(KeptTiles::offset(kD, w, m)) +
+           16 * static_cast<uint32_t>(lane);
   }
 };
 
@@ -118,7 +110,7 @@ struct ReverseShared {
 
 // For bf16 and fp16, a file each.
 template <DType kType>
-void launch_keep_states(const ChainConfig& config, const ChunkArgs& args, const KeptChainStates& kept,
+void launch_keep_states(const ChainConfig& config, const ChunkArgs& args, const KeptTiles& kept,
                         const Context& context);
 template <DType kType>
 void launch_reverse(const ReverseConfig& config, const ReverseArgs& args, const Context& context);

@@ -43,9 +43,9 @@ ChunkArgs states_args(const TttLinearBackwardProblem& problem) {
 
 void take_scratch(ScratchLayout& layout, ReverseArgs& args) {
   const DeviceProblem& p = args.chain.problem;
-  const int64_t count = most_mini_batches(p.sequences, kTileRows) * p.num_heads;
-  args.kept.h = layout.take<uint16_t>(count * kMostChannels * kMostChannels);
-  args.kept.c = layout.take<float>(count * kMostChannels);
+  const int64_t count = most_mini_batches(p.sequences, kTileRows) * p.num_heads, width = args.kept.padded_dim;
+  args.kept.h = layout.take<uint16_t>(count * width * width);
+  args.kept.c = layout.take<float>(count * width);
   args.parameter_sums = layout.take<double>(p.sequences.count * p.num_heads * 2 * p.head_dim);
 }
 
@@ -55,10 +55,29 @@ ReverseConfig config_of(const TttLinearBackwardProblem& problem) {
                         static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)));
 }
 
-template <DType kType>
-void launch_all(const TttLinearBackwardProblem& problem, const ReverseArgs& args, const Context& context) {
-  launch_keep_states<kType>(chain_config(problem.sizes.head_dim), states_args(problem), args.kept, context);
-  launch_reverse<kType>(config_of(problem), args, context);
+void launch_keep_states(const TttLinearBackwardProblem& problem, const KeptTiles& kept, const Context& context) {
+  const ChainConfig config = chain_config(problem.sizes.head_dim);
+  if (problem.args.in.q.dtype == DType::kBF16) {
+    launch_keep_states<DType::kBF16>(config, states_args(problem), kept, context);
+  } else {
+    launch_keep_states<DType::kF16>(config, states_args(problem), kept, context);
+  }
+}
+
+void launch_reverse(const TttLinearBackwardProblem& problem, const ReverseArgs& args, const Context& context) {
+  if (problem.args.in.q.dtype == DType::kBF16) {
+    launch_reverse<DType::kBF16>(config_of(problem), args, context);
+  } else {
+    launch_reverse<DType::kF16>(config_of(problem), args, context);
+  }
+}
+
+// Whether the way back has a kernel on tensor cores; else it is that of chunk_fp32, from the states of this chain. So
+// sequences can be cut between a forward and a backward that are both chosen automatically.
+bool has_reverse(const TttLinearBackwardProblem& problem) {
+  const TttLinearBackward& call = problem.args;
+  return problem.sizes.head_dim <= kMostChannels && (!call.d_o.present() || call.d_o.dtype == call.in.q.dtype) &&
+         lacks_shared_memory(config_of(problem).shared_bytes, call.in.q.device.index).empty();
 }
 
 }  // namespace
@@ -78,32 +97,31 @@ ReverseConfig reverse_config(int64_t head_dim, size_t shared_limit) {
 
 std::string declines_chunk_chain_backward(const TttLinearBackwardProblem& problem) {
   if (const std::string reason = beyond_all_kernels(problem); !reason.empty()) return reason;
-  const TttLinearBackward& call = problem.args;
-  const DType dtype = call.in.q.dtype;
-  const int32_t mini_batch = call.options.mini_batch;
-  if (dtype != DType::kBF16 && dtype != DType::kF16) return "q, k and v must be bf16 or fp16";
-  if (call.d_o.present() && call.d_o.dtype != dtype) return "d_o must have the type of q";
+  const TensorView& q = problem.args.in.q;
+  const int32_t mini_batch = problem.args.options.mini_batch;
+  if (q.dtype != DType::kBF16 && q.dtype != DType::kF16) return "q, k and v must be bf16 or fp16";
   if (mini_batch != kTileRows) return "takes mini-batches of 16 tokens, got " + std::to_string(mini_batch);
-  if (problem.sizes.head_dim > kMostChannels) {
-    return "takes D up to " + std::to_string(kMostChannels) + ", got " + std::to_string(problem.sizes.head_dim);
-  }
-  return lacks_shared_memory(config_of(problem).shared_bytes, call.in.q.device.index);
+  return lacks_shared_memory(chain_config(problem.sizes.head_dim).shared_bytes, q.device.index);
 }
 
-std::string chunk_chain_backward_config(const TttLinearBackwardProblem& problem) { return config_of(problem).text(); }
+std::string chunk_chain_backward_config(const TttLinearBackwardProblem& problem) {
+  return has_reverse(problem) ? config_of(problem).text() : "in fp32, " + chunk_fp32_backward_config(problem);
+}
 
 void chunk_chain_backward(const TttLinearBackwardProblem& problem, const Context& context) {
   ReverseArgs args = reverse_args(problem);
+  args.kept.padded_dim = chain_config(problem.sizes.head_dim).padded_dim;
   ScratchLayout measure;
   take_scratch(measure, args);
   const DeviceWorkspace workspace(context, measure.bytes());
   ScratchLayout layout(workspace.data());
   take_scratch(layout, args);
-  if (args.chain.problem.q.dtype == DType::kBF16) {
-    launch_all<DType::kBF16>(problem, args, context);
-  } else {
-    launch_all<DType::kF16>(problem, args, context);
+  launch_keep_states(problem, args.kept, context);
+  if (!has_reverse(problem)) {
+    backward_in_fp32(problem, args.kept, context);
+    return;
   }
+  launch_reverse(problem, args, context);
   add_parameter_sums(args.parameter_sums, args.chain.problem, device_tensor(problem.args.dw),
                      device_tensor(problem.args.db), context);
 }

@@ -3,16 +3,15 @@
 
 #include "cuda/ttt_linear/chunk_chain/backward.cuh"
 #include "cuda/ttt_linear/chunk_chain/kernel.cuh"
-#include "cuda/ttt_linear/kept_states.h"
 
 namespace fastweight::cuda::ttt {
 namespace {
 
-// What the chain left of the state before a mini-batch, a part of a StateTile for the warp's columns.
+// What the chain left of the state before a mini-batch, the part of the warp's columns.
 template <int kD>
 __device__ __forceinline__ void keep_state(const WarpExchange<kD>* chain, const Lane& at, int64_t number,
-                                           const KeptChainStates& kept) {
-  auto* h = reinterpret_cast<uint32_t*>(kept.h + number * kD * kD + StateTile<kD>::offset(at.warp, 0)) + at.lane;
+                                           const KeptTiles& kept) {
+  auto* h = reinterpret_cast<uint32_t*>(kept.h + number * kD * kD + KeptTiles::offset(kD, at.warp, 0)) + at.lane;
 #pragma unroll
   for (int m = 0; m < kD / 16; ++m) {
     const uint4 b = chain->h[m][at.lane];
@@ -27,7 +26,7 @@ __device__ __forceinline__ void keep_state(const WarpExchange<kD>* chain, const 
 // Mini-batches and buffers go round as in run_partner: the state of mini-batch m - 1 is kept while the chain is at m.
 template <DType kType, int kD, bool kFull>
 __device__ __forceinline__ void run_keeper(const ChunkArgs& args, const SequenceSpan& span, int64_t sequence, int head,
-                                           const Lane& at, int threads, const KeptChainStates& kept,
+                                           const Lane& at, int threads, const KeptTiles& kept,
                                            ChainShared<kD>& shared) {
   constexpr int kStages = ChainShared<kD>::kStages;
   const DeviceProblem& p = args.problem;
@@ -67,7 +66,7 @@ __device__ __forceinline__ void run_keeper(const ChunkArgs& args, const Sequence
 
 template <DType kType, int kD, bool kFull>
 __global__ void __launch_bounds__(4 * kD, kBlocks<kD>)
-    keep_states_kernel(const __grid_constant__ ChunkArgs args, const KeptChainStates kept, int64_t heads) {
+    keep_states_kernel(const __grid_constant__ ChunkArgs args, const KeptTiles kept, int64_t heads) {
   auto& shared = dynamic_shared<ChainShared<kD>>();
   shared.sums.clear();
   const int threads = kFull ? 2 * kD : static_cast<int>(blockDim.x) / 2,
@@ -90,15 +89,18 @@ __global__ void __launch_bounds__(4 * kD, kBlocks<kD>)
 }  // namespace
 
 template <DType kType>
-void launch_keep_states(const ChainConfig& config, const ChunkArgs& args, const KeptChainStates& kept,
+void launch_keep_states(const ChainConfig& config, const ChunkArgs& args, const KeptTiles& kept,
                         const Context& context) {
   const int64_t heads = args.problem.sequences.count * args.problem.num_heads;
   const LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(heads, 1 << 30)),
                           static_cast<unsigned>(config.threads), config.shared_bytes};
-  if (config.full) {
-    launch<keep_states_kernel<kType, 64, true>>("ttt_linear chunk_chain states", context, shape, args, kept, heads);
+  constexpr const char* kName = "ttt_linear chunk_chain states";
+  if (config.padded_dim > 64) {
+    launch<keep_states_kernel<kType, 128, false>>(kName, context, shape, args, kept, heads);
+  } else if (config.full) {
+    launch<keep_states_kernel<kType, 64, true>>(kName, context, shape, args, kept, heads);
   } else {
-    launch<keep_states_kernel<kType, 64, false>>("ttt_linear chunk_chain states", context, shape, args, kept, heads);
+    launch<keep_states_kernel<kType, 64, false>>(kName, context, shape, args, kept, heads);
   }
 }
 

@@ -34,6 +34,7 @@ struct BackwardArgs {
   DeviceStates d_final_state, d_initial_state;
   DeviceTensor d_final_state_bias, d_initial_state_bias;
   KeptStates kept;
+  KeptTiles tiles;                   // in its place, of a forward with 16-bit operands
   double* parameter_sums = nullptr;  // [N, H, 2, D]
   float* scratch = nullptr;
   int64_t scratch_floats = 0;  // of a block
@@ -71,6 +72,21 @@ struct Adjoint {
   }
 };
 
+// The state that another forward has kept.
+__device__ __forceinline__ void load_tile(const KeptTiles& tiles, int64_t number, int D, DType dtype,
+                                          const MiniBatch& mb) {
+  const int width = round_up_to_4(D), padded = tiles.padded_dim;
+  const uint16_t* h = tiles.h + number * padded * padded;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < width * width; i += static_cast<int>(blockDim.x)) {
+    const int key = i % width, column = i / width;
+    mb.h.at(key, column) = key < D && column < D ? load_float(h, dtype, tiles.element(key, column)) : 0.0f;
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < width; i += static_cast<int>(blockDim.x)) {
+    mb.c[i] = i < D ? tiles.c[number * padded + i] : 0.0f;
+  }
+}
+
 __device__ __forceinline__ void load_mini_batch(const BackwardArgs& args, const Tokens& tokens, int64_t number,
                                                 const Adjoint& s) {
   const DeviceProblem& p = args.problem;
@@ -80,7 +96,11 @@ __device__ __forceinline__ void load_mini_batch(const BackwardArgs& args, const 
   load_rows(p.v, tokens, C, D, s.mb.v);
   load_rows(args.d_o, tokens, C, D, s.d_o);
   load_etas(p, tokens, s.mb.eta);
-  for_each_kept(args.kept, number, D, s.mb, [](const float4& from, float4& to) { to = from; });
+  if (!args.tiles.present()) {
+    for_each_kept(args.kept, number, D, s.mb, [](const float4& from, float4& to) { to = from; });
+  } else {
+    load_tile(args.tiles, number, D, p.q.dtype, s.mb);
+  }
 }
 
 // F = k dh + dc
@@ -388,8 +408,9 @@ void take_scratch(ScratchLayout& layout, const Config& config, BackwardArgs& arg
   const DeviceProblem& p = args.problem;
   const int64_t width = round_up_to_4(p.head_dim),
                 mini_batches = most_mini_batches(p.sequences, p.mini_batch) * p.num_heads;
-  args.kept.h = layout.take<float>(mini_batches * width * width);
-  args.kept.c = layout.take<float>(mini_batches * width);
+  const int64_t own = args.tiles.present() ? 0 : mini_batches;
+  args.kept.h = layout.take<float>(own * width * width);
+  args.kept.c = layout.take<float>(own * width);
   args.parameter_sums = layout.take<double>(p.sequences.count * p.num_heads * 2 * p.head_dim);
   args.scratch = config.in_shared ? nullptr : layout.take<float>(config.blocks * args.scratch_floats);
 }
@@ -417,7 +438,7 @@ std::string chunk_fp32_backward_config(const TttLinearBackwardProblem& problem) 
   return chunk_fp32::config_of(problem).text();
 }
 
-void chunk_fp32_backward(const TttLinearBackwardProblem& problem, const Context& context) {
+void backward_in_fp32(const TttLinearBackwardProblem& problem, const KeptTiles& tiles, const Context& context) {
   using namespace chunk_fp32;
   const TttLinearBackward& call = problem.args;
   const TttLinearSizes& sizes = problem.sizes;
@@ -425,6 +446,7 @@ void chunk_fp32_backward(const TttLinearBackwardProblem& problem, const Context&
   const Config config = chunk_fp32::config_of(problem);
   BackwardArgs args;
   args.problem = device_problem(problem);
+  args.tiles = tiles;
   args.d_o = device_tensor(call.d_o);
   args.dq = device_tensor(call.dq);
   args.dk = device_tensor(call.dk);
@@ -441,16 +463,22 @@ void chunk_fp32_backward(const TttLinearBackwardProblem& problem, const Context&
   ScratchLayout layout(workspace.data());
   take_scratch(layout, config, args);
 
-  const int device = call.in.q.device.index;
-  const Config first_pass = forward_config(
-      sizes.head_dim, call.options.mini_batch, heads, device_attribute(cudaDevAttrMultiProcessorCount, device),
-      static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)));
-  launch_forward(first_pass, states_pass(problem, args), context);
+  if (!tiles.present()) {
+    const int device = call.in.q.device.index;
+    const Config first_pass = forward_config(
+        sizes.head_dim, call.options.mini_batch, heads, device_attribute(cudaDevAttrMultiProcessorCount, device),
+        static_cast<size_t>(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)));
+    launch_forward(first_pass, states_pass(problem, args), context);
+  }
   launch<backward_kernel>(
       "ttt_linear chunk_fp32 backward", context,
       {static_cast<unsigned>(config.blocks), static_cast<unsigned>(config.threads), config.shared_bytes()}, args,
       heads);
   add_parameter_sums(args.parameter_sums, args.problem, device_tensor(call.dw), device_tensor(call.db), context);
+}
+
+void chunk_fp32_backward(const TttLinearBackwardProblem& problem, const Context& context) {
+  backward_in_fp32(problem, {}, context);
 }
 
 }  // namespace fastweight::cuda::ttt

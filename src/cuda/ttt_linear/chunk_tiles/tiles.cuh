@@ -3,6 +3,7 @@
 
 #include "cuda/ttt_linear/chunk.cuh"
 #include "cuda/ttt_linear/chunk_tiles/config.h"
+#include "cuda/ttt_linear/kept_states.h"
 
 namespace fastweight::cuda::ttt {
 
@@ -34,5 +35,10 @@ void with_tile_shape(int64_t head_dim, int32_t mini_batch, const Body& body) {
 // For bf16 and fp16, a file each.
 template <DType kType>
 void launch_tiles(const TilesConfig& config, const ChunkArgs& args, const Context& context);
+
+// The chain alone, which keeps the state before every mini-batch.
+template <DType kType>
+void launch_tile_states(const TilesConfig& config, const ChunkArgs& args, const KeptTiles& kept,
+                        const Context& context);
 
 }  // namespace fastweight::cuda::ttt
