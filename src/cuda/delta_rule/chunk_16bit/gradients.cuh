@@ -719,7 +719,7 @@ __device__ __forceinline__ void finish_head(const GradientArgs& args, const Item
     a_log += __shfl_xor_sync(kAllLanes, a_log, distance);
     bias += __shfl_xor_sync(kAllLanes, bias, distance);
   }
-  auto* halves = reinterpret_cast<double*>(s.columns);  // read by both warps before
+  auto* halves = reinterpret_cast<double*>(s.within);  // read by both warps before, and by no other
   named_barrier<1>(kChunkRows);
   if (lane == 0) {
     halves[m / kWarpSize * 2] = a_log;
@@ -822,21 +822,38 @@ struct Gradients {
     }
   }
 
-  // Adds what the item has, and stores the sum after the last one. With the norm, `sum` becomes x . dx, which the first
-  // 64 threads publish in `along`.
+  // Adds what the item has, and stores the sum after the last one. For the norm, along_of(i) is the item's share of x . dx
+  // of row i; where there are several items, the first 64 threads have the sum of the shares and publish it in `along`.
+  template <class AlongOf>
   __device__ __forceinline__ void finish_rows(const DeviceTensor& out, bool vectors, const Item& item, int which,
                                               const SharedTile<kK>& tile, const float* rstd, float* along, float sum,
-                                              Rows<kK>& x) {
-    const bool norm = args.chunk.problem.qk_l2norm;
-    if (norm) {
+                                              const AlongOf& along_of, Rows<kK>& x) {
+    const bool norm = args.chunk.problem.qk_l2norm, only = item.first && item.last;
+    if (norm && !only) {
       if (has_token()) along[token()] = sum;
       step();
     }
     carry<kK>(args, item, which, thread, x);
     if (!item.last || !out.present()) return;
-    const RowPair own = rows([&](int i) { return rstd[i] * rstd[i] * along[i]; });
-    if (norm) subtract_along<kType, kK>(tile, own, channel(), lane, x);
-    store_key_rows<kType, kK>(out, vectors, item, args.chunk.problem.head_dim_k, own.i, channel(), lane, x);
+    const int i = 16 * block() + lane / 4;
+    if (norm) {
+      const RowPair own = rows([&](int j) { return rstd[j] * rstd[j] * (only ? along_of(j) : along[j]); });
+      subtract_along<kType, kK>(tile, own, channel(), lane, x);
+    }
+    store_key_rows<kType, kK>(out, vectors, item, args.chunk.problem.head_dim_k, i, channel(), lane, x);
+  }
+
+  // The item's share of q . dq and k . dk of a row, and of dbeta but for Y . v.
+  __device__ __forceinline__ float along_q(int i) const { return s.row_of_P[i] + s.a_q[0][i] + s.a_q[1][i]; }
+  __device__ __forceinline__ float reading(int i) const {
+    return s.a_k[0][i] + s.a_k[1][i] + s.row_of_A[0][i] + s.row_of_A[1][i];
+  }
+  __device__ __forceinline__ float along_k(int i) const {
+    float writing = s.b[0][i] + s.b[1][i];
+    for (int row = i / 16; row < kBlocks; ++row) {
+      writing += s.columns[kPairsOfP][row][i] + s.columns[kPairsOfA][row][i];
+    }
+    return s.beta[i] * reading(i) + writing;
   }
 
   // Step 3.
@@ -867,8 +884,9 @@ struct Gradients {
     add_pairs_of_P(dq, dk);
     wait_copies<0>();
     step();
-    if (has_token()) sums.along_q += s.row_of_P[token()] + s.a_q[0][token()] + s.a_q[1][token()];
-    finish_rows(args.dq, args.vector_dq, item, 0, s.queries(), s.rstd_q, s.row_of_P, sums.along_q, dq);
+    if (has_token()) sums.along_q += along_q(token());
+    finish_rows(args.dq, args.vector_dq, item, 0, s.queries(), s.rstd_q, s.row_of_P, sums.along_q,
+                [&](int i) { return along_q(i); }, dq);
     add_writing(item, dk);
     step();
     const Item& next = other(item);
@@ -877,15 +895,12 @@ struct Gradients {
       commit_copies();
       if (has_token()) numbers = load_numbers(args.chunk.factors, next.at, thread);
     }
-    float along = 0;
     if (has_token()) {
-      const int m = token();
-      const float reading = s.a_k[0][m] + s.a_k[1][m] + s.row_of_A[0][m] + s.row_of_A[1][m];
-      sums.dbeta += sums.yv + reading;
-      for (int row = m / 16; row < kBlocks; ++row) along += s.columns[kPairsOfP][row][m] + s.columns[kPairsOfA][row][m];
-      sums.along_k += s.beta[m] * reading + (s.b[0][m] + s.b[1][m]) + along;
+      sums.dbeta += sums.yv + reading(token());
+      sums.along_k += along_k(token());
     }
-    finish_rows(args.dk, args.vector_dk, item, 1, s.keys(), s.rstd_k, s.row_of_A[0], sums.along_k, dk);
+    finish_rows(args.dk, args.vector_dk, item, 1, s.keys(), s.rstd_k, s.row_of_A[0], sums.along_k,
+                [&](int i) { return along_k(i); }, dk);
   }
 
   // dk += w (R G^T)

@@ -176,7 +176,7 @@ struct Scan {
     const StateAddress place = chunk_state_address(args, part, span.batch, c);
     if (!place.exists) return;
     const int column = part.column + row;
-    store_handed(exchange.S(), row, 16 * kTiles, args.problem.head_dim_v - column, args.state_width, lane,
+    store_handed<16 * kTiles>(exchange.S(), row, args.problem.head_dim_v - column, args.state_width, lane,
                  static_cast<uint16_t*>(place.states.data) + place.offset + column * place.states.v_stride,
                  place.states.v_stride);
   }

@@ -127,10 +127,20 @@ __device__ __forceinline__ void store_values(const DeviceTensor& x, bool vectors
   offset += top * row_stride + column * stride;
   if (vectors) {
     auto* to = static_cast<uint16_t*>(x.data) + offset;
+    const auto from = [&](int i) { return reinterpret_cast<const uint4*>(tile.segment(top + i, segment)); };
+    if (rows == kChunkRows && first + kColumns <= V) {
+      uint4 words[kChunkRows / kStep];  // all loads before the first store
 #pragma unroll
+      for (int i = 0; i < kChunkRows; i += kStep) words[i / kStep] = *from(i);
+#pragma unroll
+      for (int i = 0; i < kChunkRows; i += kStep, to += kStep * row_stride) {
+        *reinterpret_cast<uint4*>(to) = words[i / kStep];
+      }
+      return;
+    }
+#pragma unroll 1
     for (int i = 0; i < kChunkRows; i += kStep, to += kStep * row_stride) {
-      if (top + i < count)
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile.segment(top + i, segment));
+      if (top + i < count) *reinterpret_cast<uint4*>(to) = *from(i);
     }
   } else {
 #pragma unroll 1
@@ -142,19 +152,30 @@ __device__ __forceinline__ void store_values(const DeviceTensor& x, bool vectors
   }
 }
 
-// The warp's rows of a tile that was handed over, [row, row + count) of the block's, to memory: `first` of them are
+// The warp's rows of a tile that was handed over, [row, row + kCount) of the block's, to memory: `first` of them are
 // there, of `width` elements each, a multiple of eight.
-template <int kColumns>
-__device__ __forceinline__ void store_handed(const SharedTile<kColumns>& tile, int row, int count, int first, int width,
-                                             int lane, uint16_t* to, int64_t row_stride) {
+template <int kCount, int kColumns>
+__device__ __forceinline__ void store_handed(const SharedTile<kColumns>& tile, int row, int first, int width, int lane,
+                                             uint16_t* to, int64_t row_stride) {
   constexpr int kSegments = SharedTile<kColumns>::kSegments, kStep = kWarpSize / kSegments;
+  constexpr int kAtOnce = kCount / kStep < 8 ? kCount / kStep : 8;  // loads before their stores
   const int segment = lane % kSegments, top = lane / kSegments;
+  const auto from = [&](int i) { return reinterpret_cast<const uint4*>(tile.segment(row + top + i, segment)); };
   to += top * row_stride + 8 * segment;
-#pragma unroll 4
-  for (int i = 0; i < count; i += kStep, to += kStep * row_stride) {
-    if (top + i < first && 8 * segment < width) {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile.segment(row + top + i, segment));
+  if (first >= kCount && width >= kColumns) {
+#pragma unroll
+    for (int start = 0; start < kCount; start += kAtOnce * kStep) {
+      uint4 words[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) words[i] = *from(start + i * kStep);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i, to += kStep * row_stride) *reinterpret_cast<uint4*>(to) = words[i];
     }
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < kCount; i += kStep, to += kStep * row_stride) {
+    if (top + i < first && 8 * segment < width) *reinterpret_cast<uint4*>(to) = *from(i);
   }
 }
 
