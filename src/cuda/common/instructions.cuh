@@ -173,6 +173,21 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// A kernel that overlaps may take results of the one before it as they come. One thread of a block publishes them by a
+// flag, after a barrier that all who wrote them have passed; who finds it set by `is_published`, and all that pass a
+// barrier with that thread after it, read what was written before.
+__device__ __forceinline__ void publish(uint32_t* flag) {
+  asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+}
+__device__ __forceinline__ bool is_published(const uint32_t* flag) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value != 0;
+}
+
+// The next number from a counter that all blocks share.
+__device__ __forceinline__ uint32_t claim(uint32_t* counter) { return atomicAdd(counter, 1u); }
+
 // Asks the L2 cache for the line of an address of global memory. Has no effect that a program could see.
 __device__ __forceinline__ void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 

@@ -72,6 +72,11 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
   const int64_t V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
   Scratch scratch;
   scratch.factors = take_factors(layout, problem, chunk.num_chunks, true);
+  BackProgress& progress = scratch.factors.factors.progress;
+  const int columns = back_config_of(problem).columns();
+  progress.ranges = static_cast<int>((V + columns - 1) / columns);
+  progress.ready = layout.take<uint32_t>(items * progress.ranges);
+  progress.counter = layout.take<uint32_t>(1);
   scratch.S = layout.take<uint16_t>(has_states(problem) ? 0 : items * V * K);
   scratch.G = layout.take<uint16_t>(items * V * K);
   scratch.Y = layout.take<uint16_t>(items * V * kChunkRows);

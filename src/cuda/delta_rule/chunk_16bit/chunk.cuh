@@ -15,6 +15,19 @@ namespace fastweight::cuda::chunk_16bit {
 
 inline constexpr int kChunkRows = 64;
 
+// How far the scan back is, for the gradients, which start before it ends. Reset along with the factors.
+struct BackProgress {
+  uint32_t* ready = nullptr;    // [chunks][HV][ranges]: G and Y of a range of value columns are in memory
+  uint32_t* counter = nullptr;  // [1]: how many pairs of a chunk and a key head have been claimed
+  int ranges = 0;
+
+  __device__ __forceinline__ void reset(int64_t item, int thread) const {
+    if (ready == nullptr) return;
+    if (thread < ranges) ready[item * ranges + thread] = 0;
+    if (item == 0 && thread == 0) *counter = 0;
+  }
+};
+
 // What the scans need of every (chunk, value head), in scratch memory. One decay per head: the norms of q and k and the
 // decays are numbers per token. One per channel: they are inside three copies of the keys, and beta is the only number.
 struct ChunkFactors {
@@ -25,6 +38,7 @@ struct ChunkFactors {
   uint16_t* keys = nullptr;  // per channel [chunks][HV][3][64][padded K], by KeyCopy
   float* row = nullptr;      // for a backward [chunks][HV][3][64], by RowNumber; else absent
   int total_width = 4;       // padded K per channel, else 4 of which the first counts
+  BackProgress progress;     // of a backward
 };
 
 // How many numbers a token has, and which of them is beta.

@@ -133,6 +133,7 @@ __device__ __forceinline__ void store_token_factors(const Shared<kK>& s, float s
   token[kOnWrite * kChunkRows + i] = exp2_approx(last - s.gamma[i]) * s.rstd_writer(i);
   token[kOnValue * kChunkRows + i] = s.beta[i];
   if (i < 4) factors.total[item * factors.total_width + i] = exp2_approx(last);
+  factors.progress.reset(item, i);
   if (factors.row == nullptr) return;
   float* row = factors.row + item * kRowNumbers * kChunkRows;
   row[kGamma * kChunkRows + i] = s.gamma[i];

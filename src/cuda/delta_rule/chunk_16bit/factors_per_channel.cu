@@ -291,6 +291,7 @@ __device__ __forceinline__ void store_token_factors(const Shared<kK>& s, int64_t
   const int i = threadIdx.x;
   if (i >= kChunkRows) return;
   factors.token[item * kChunkRows + i] = s.beta[i];
+  factors.progress.reset(item, i);
   if (factors.row == nullptr) return;
   float* row = factors.row + item * kRowNumbers * kChunkRows;
   row[kRstdOfQ * kChunkRows + i] = s.rstd_q[i];

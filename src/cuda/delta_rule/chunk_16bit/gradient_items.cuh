@@ -14,6 +14,7 @@ struct Item {
   int column;          // the first
   bool first, last;    // of the key head
   bool opens, closes;  // the value head
+  bool ready;          // what the scan back leaves has been seen; where nobody looks it is not used
 };
 
 // What follows from an item's pair, column and the number h of its head in the group.
@@ -36,19 +37,46 @@ __device__ __forceinline__ void describe(const ChunkArgs& args, int h, Item& ite
 }
 
 template <int kColumns>
-__device__ __forceinline__ void first_item(const ChunkArgs& args, Item& item) {
-  item.pair = blockIdx.x;
+__device__ __forceinline__ void first_item(const ChunkArgs& args, int64_t pair, Item& item) {
+  item.pair = pair;
   item.column = 0;
   describe<kColumns>(args, 0, item);
 }
 
+// `pair` is the one to take after this item's, if this is its last item.
 template <int kColumns>
-__device__ __forceinline__ void find_next(const ChunkArgs& args, const Item& item, Item& next) {
+__device__ __forceinline__ void find_next(const ChunkArgs& args, const Item& item, int64_t pair, Item& next) {
   next.span = item.span;
-  next.pair = item.last ? item.pair + gridDim.x : item.pair;
+  next.pair = item.last ? pair : item.pair;
   next.column = item.closes ? 0 : item.column + kColumns;
   const int h = item.head - item.key_head * args.problem.group;
   describe<kColumns>(args, item.last ? 0 : item.closes ? h + 1 : h, next);
+}
+
+// Of a block that takes every gridDim.x-th pair.
+template <int kColumns>
+__device__ __forceinline__ void first_item(const ChunkArgs& args, Item& item) {
+  first_item<kColumns>(args, blockIdx.x, item);
+}
+template <int kColumns>
+__device__ __forceinline__ void find_next(const ChunkArgs& args, const Item& item, Item& next) {
+  find_next<kColumns>(args, item, item.pair + gridDim.x, next);
+}
+
+// Pair n in the order in which the scan back leaves them: the last chunks of all sequences first; of lengths that only the
+// device knows, the chunks from the last one on.
+__device__ __forceinline__ int64_t pair_from_the_end(const ChunkArgs& args, int64_t n) {
+  const Sequences& sequences = args.problem.sequences;
+  const int heads = args.problem.num_value_heads / args.problem.group;
+  if (sequences.offsets != nullptr) {
+    const int64_t chunks = min(args.chunked.first_chunk[sequences.count], args.num_chunks);
+    const int64_t chunk = chunks - 1 - n / heads;
+    return (chunk < 0 ? args.num_chunks : chunk) * heads + n % heads;
+  }
+  const int64_t each = chunks_of(sequences.tokens, args.chunked.chunk_size), row = n / heads;
+  const int64_t position = each - 1 - row / sequences.count;
+  const int64_t chunk = position < 0 ? args.num_chunks : row % sequences.count * each + position;
+  return chunk * heads + n % heads;
 }
 
 // Rows of 16-bit elements, of `width` each, to a tile; zeros beyond. Thread `thread` of kThreads does its part, here and

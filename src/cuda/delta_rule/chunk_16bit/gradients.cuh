@@ -888,13 +888,9 @@ struct Gradients {
     finish_rows(args.dq, args.vector_dq, item, 0, s.queries(), s.rstd_q, s.row_of_P, sums.along_q,
                 [&](int i) { return along_q(i); }, dq);
     add_writing(item, dk);
+    if (thread == 0) s.items[&item == s.items].ready = is_ready(other(item));
     step();
-    const Item& next = other(item);
-    if (next.span.sequence >= 0) {
-      load_first(args, next, s, thread);
-      commit_copies();
-      if (has_token()) numbers = load_numbers(args.chunk.factors, next.at, thread);
-    }
+    if (other(item).ready) load_operands(other(item));
     if (has_token()) {
       sums.dbeta += sums.yv + reading(token());
       sums.along_k += along_k(token());
@@ -930,10 +926,15 @@ struct Gradients {
     if (has_token()) store_numbers(numbers, s, thread);
     wait_copies<0>();
     step();
-    if (thread == 0) find_next<X::kColumns>(args.chunk, item, s.items[&item == s.items]);
+    uint32_t claimed = 0;
+    if (thread == 0 && item.last) claimed = claim(args.chunk.factors.progress.counter);
     if (item.first) sums.along_q = sums.along_k = 0;
     if (item.opens) sums.dg = sums.dbeta = 0;
     pair_gradients(item, sums);
+    if (thread == 0) {
+      const int64_t pair = item.last ? pair_from_the_end(args.chunk, claimed) : 0;
+      find_next<X::kColumns>(args.chunk, item, pair, s.items[&item == s.items]);
+    }
     key_gradients(item, sums);
     if (has_token()) {
       if (args.chunk.problem.gate != Gate::kNone) {
@@ -945,7 +946,37 @@ struct Gradients {
     }
     step();
     const Item& next = other(item);
-    if (next.span.sequence >= 0 && next.first) load_keys_of(next);
+    if (next.span.sequence < 0) return;
+    if (next.first) load_keys_of(next);
+    if (!next.ready) {
+      wait_until_ready(next);
+      load_operands(next);
+    }
+  }
+
+  // Whether the scan back has left what the item needs.
+  __device__ __forceinline__ bool is_ready(const Item& item) const {
+    if (item.span.sequence < 0) return false;
+    const BackProgress& progress = args.chunk.factors.progress;
+    bool ready = true;
+    for (int range = 0; range < progress.ranges; ++range) {
+      ready = ready && is_published(progress.ready + item.at * progress.ranges + range);
+    }
+    return ready;
+  }
+  __device__ __forceinline__ void wait_until_ready(const Item& item) {
+    if (thread == 0) {
+      while (!is_ready(item)) {
+      }
+    }
+    step();
+  }
+
+  // Of an item that is ready.
+  __device__ __forceinline__ void load_operands(const Item& item) {
+    load_first(args, item, s, thread);
+    commit_copies();
+    if (has_token()) numbers = load_numbers(args.chunk.factors, item.at, thread);
   }
 
   // The keys stay for all items of a key head.
@@ -954,28 +985,31 @@ struct Gradients {
     commit_copies();
   }
 
-  // A block takes every gridDim.x-th pair of a chunk and a key head.
+  // A block takes one pair of a chunk and a key head after the other, whichever is next.
   __device__ __forceinline__ void run_all() {
-    if (thread == 0) first_item<X::kColumns>(args.chunk, s.items[0]);
+    if (thread == 0) {
+      const uint32_t claimed = claim(args.chunk.factors.progress.counter);
+      first_item<X::kColumns>(args.chunk, pair_from_the_end(args.chunk, claimed), s.items[0]);
+    }
     step();
     if (s.items[0].span.sequence < 0) return;
     load_keys_of(s.items[0]);
-    load_first(args, s.items[0], s, thread);
-    commit_copies();
-    if (has_token()) numbers = load_numbers(args.chunk.factors, s.items[0].at, thread);
+    wait_until_ready(s.items[0]);
+    load_operands(s.items[0]);
     TokenSums sums;
     for (int turn = 0; s.items[turn].span.sequence >= 0; turn ^= 1) run(s.items[turn], sums);
-    wait_copies<0>();
   }
 };
 
 template <DType kType, int kK>
 __global__ void __launch_bounds__(Shape<kK>::kThreads, kK == 256 ? 1 : kK == 128 ? 2 : 4)
     gradients_kernel(const __grid_constant__ GradientArgs args) {
-  wait_for_previous_kernels();
+  // The scan back lets this kernel start when it has waited for all kernels before itself. What it leaves is taken as it
+  // comes (BackProgress); that it ends before this kernel does is for those after.
   Gradients<kType, kK>{args, dynamic_shared<Shared<kK>>(), uniform_warp(), static_cast<int>(threadIdx.x) % kWarpSize,
                        static_cast<int>(threadIdx.x)}
       .run_all();
+  wait_for_previous_kernels();
 }
 
 }  // namespace

@@ -6,7 +6,8 @@
 //     state warps   X = G^T k^T    dR^T = w X + d_o^T sP    Y^T = dR^T J    G^T = e_n G^T + scale e d_o^T q - beta e Y^T k
 //     copy warps    operands of the next chunk; G, Y and dv = beta Y to memory
 //
-// G and Y pass through shared memory as operands, the form in which the gradients of the chunk want them.
+// G and Y pass through shared memory as operands, the form in which the gradients of the chunk want them. When both are in
+// memory, the gradients of the chunk may begin: they run beside this scan on multiprocessors that it leaves idle.
 #pragma once
 
 #include <algorithm>
@@ -146,7 +147,8 @@ __device__ __forceinline__ void retreat_state(Stage<kK, kPerChannel, kColumns>& 
 //     state ready      the state warps have written G of the chunk
 //     writes ready     the state warps have written Y of the chunk
 //     stage released   the state warps need the chunk's operands no more; not after the last chunk of the walk
-enum { kBackStageFilled = 1, kGReady, kYReady, kBackStageReleased };
+//     chunk stored     among the copy warps: G and Y of the chunk are on their way to memory
+enum { kBackStageFilled = 1, kGReady, kYReady, kBackStageReleased, kChunkStored = kBackStageReleased + 2 };
 
 template <DType kType, int kK, bool kPerChannel, int kTiles, int kPairs>
 struct BackScan {
@@ -165,6 +167,7 @@ struct BackScan {
   StagePipeline<kBackStageFilled, kBackStageReleased> stages{kThreads};
   WarpSignal<kGReady> G_ready{kThreads};
   WarpSignal<kYReady> Y_ready{kThreads};
+  WarpSignal<kChunkStored> chunk_stored{kThreads / 2};
 
   __device__ __forceinline__ OneStage& stage_of(int turn) const { return stage[two_stages ? turn % 2 : 0]; }
 
@@ -268,6 +271,9 @@ struct BackScan {
         wait_copies<0>();
         stages.producer_commit();
       }
+      chunk_stored.wait();
+      const BackProgress& progress = args.chunk.factors.progress;
+      if (thread == 0) publish(progress.ready + item * progress.ranges + part.column / kColumns);
     }
   }
 };
@@ -278,6 +284,7 @@ __global__ void __launch_bounds__(2 * kPairs * kWarpSize, 1)
     scan_back_kernel(const __grid_constant__ GradientArgs args, bool two_stages, int64_t parts) {
   using Part = BackScan<kType, kK, kPerChannel, kTiles, kPairs>;
   wait_for_previous_kernels();
+  let_next_kernel_start();
   auto& exchange = dynamic_shared<BackExchange<kK, Part::kColumns>>();
   auto* stage = reinterpret_cast<typename Part::OneStage*>(&exchange + 1);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = static_cast<int>(threadIdx.x) % kWarpSize;
