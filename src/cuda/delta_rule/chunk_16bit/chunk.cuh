@@ -15,14 +15,15 @@ namespace fastweight::cuda::chunk_16bit {
 
 inline constexpr int kChunkRows = 64;
 
-// How far the scan back is, for the gradients, which start before it ends. Reset along with the factors.
+// How far the scan back is, for the gradients, where they start before it ends. Reset along with the factors.
 struct BackProgress {
   uint32_t* ready = nullptr;    // [chunks][HV][ranges]: G and Y of a range of value columns are in memory
   uint32_t* counter = nullptr;  // [1]: how many pairs of a chunk and a key head have been claimed
   int ranges = 0;
 
+  FW_HOST_DEVICE bool present() const { return ready != nullptr; }
   __device__ __forceinline__ void reset(int64_t item, int thread) const {
-    if (ready == nullptr) return;
+    if (!present()) return;
     if (thread < ranges) ready[item * ranges + thread] = 0;
     if (item == 0 && thread == 0) *counter = 0;
   }

@@ -926,13 +926,14 @@ struct Gradients {
     if (has_token()) store_numbers(numbers, s, thread);
     wait_copies<0>();
     step();
+    const BackProgress& progress = args.chunk.factors.progress;
     uint32_t claimed = 0;
-    if (thread == 0 && item.last) claimed = claim(args.chunk.factors.progress.counter);
+    if (thread == 0 && item.last && progress.present()) claimed = claim(progress.counter);
     if (item.first) sums.along_q = sums.along_k = 0;
     if (item.opens) sums.dg = sums.dbeta = 0;
     pair_gradients(item, sums);
     if (thread == 0) {
-      const int64_t pair = item.last ? pair_from_the_end(args.chunk, claimed) : 0;
+      const int64_t pair = progress.present() ? pair_from_the_end(args.chunk, claimed) : item.pair + gridDim.x;
       find_next<X::kColumns>(args.chunk, item, pair, s.items[&item == s.items]);
     }
     key_gradients(item, sums);
@@ -985,11 +986,15 @@ struct Gradients {
     commit_copies();
   }
 
-  // A block takes one pair of a chunk and a key head after the other, whichever is next.
+  // A block takes one pair of a chunk and a key head after the other: beside the scan back whichever is next, after it
+  // every gridDim.x-th.
   __device__ __forceinline__ void run_all() {
+    const BackProgress& progress = args.chunk.factors.progress;
+    if (!progress.present()) wait_for_previous_kernels();
     if (thread == 0) {
-      const uint32_t claimed = claim(args.chunk.factors.progress.counter);
-      first_item<X::kColumns>(args.chunk, pair_from_the_end(args.chunk, claimed), s.items[0]);
+      const int64_t pair =
+          progress.present() ? pair_from_the_end(args.chunk, claim(progress.counter)) : int64_t{blockIdx.x};
+      first_item<X::kColumns>(args.chunk, pair, s.items[0]);
     }
     step();
     if (s.items[0].span.sequence < 0) return;
@@ -1004,8 +1009,8 @@ struct Gradients {
 template <DType kType, int kK>
 __global__ void __launch_bounds__(Shape<kK>::kThreads, kK == 256 ? 1 : kK == 128 ? 2 : 4)
     gradients_kernel(const __grid_constant__ GradientArgs args) {
-  // The scan back lets this kernel start when it has waited for all kernels before itself. What it leaves is taken as it
-  // comes (BackProgress); that it ends before this kernel does is for those after.
+  // With BackProgress the scan back lets this kernel start when it has waited for all kernels before itself, and what it
+  // leaves is taken as it comes; that it ends before this kernel does is for those after.
   Gradients<kType, kK>{args, dynamic_shared<Shared<kK>>(), uniform_warp(), static_cast<int>(threadIdx.x) % kWarpSize,
                        static_cast<int>(threadIdx.x)}
       .run_all();

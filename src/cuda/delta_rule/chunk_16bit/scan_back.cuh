@@ -6,8 +6,8 @@
 //     state warps   X = G^T k^T    dR^T = w X + d_o^T sP    Y^T = dR^T J    G^T = e_n G^T + scale e d_o^T q - beta e Y^T k
 //     copy warps    operands of the next chunk; G, Y and dv = beta Y to memory
 //
-// G and Y pass through shared memory as operands, the form in which the gradients of the chunk want them. When both are in
-// memory, the gradients of the chunk may begin: they run beside this scan on multiprocessors that it leaves idle.
+// G and Y pass through shared memory as operands, the form in which the gradients of the chunk want them. Where this scan
+// leaves multiprocessors idle, the gradients of a chunk begin there as soon as both are in memory.
 #pragma once
 
 #include <algorithm>
@@ -271,9 +271,11 @@ struct BackScan {
         wait_copies<0>();
         stages.producer_commit();
       }
-      chunk_stored.wait();
       const BackProgress& progress = args.chunk.factors.progress;
-      if (thread == 0) publish(progress.ready + item * progress.ranges + part.column / kColumns);
+      if (progress.present()) {
+        chunk_stored.wait();
+        if (thread == 0) publish(progress.ready + item * progress.ranges + part.column / kColumns);
+      }
     }
   }
 };
@@ -284,7 +286,7 @@ __global__ void __launch_bounds__(2 * kPairs * kWarpSize, 1)
     scan_back_kernel(const __grid_constant__ GradientArgs args, bool two_stages, int64_t parts) {
   using Part = BackScan<kType, kK, kPerChannel, kTiles, kPairs>;
   wait_for_previous_kernels();
-  let_next_kernel_start();
+  if (args.chunk.factors.progress.present()) let_next_kernel_start();
   auto& exchange = dynamic_shared<BackExchange<kK, Part::kColumns>>();
   auto* stage = reinterpret_cast<typename Part::OneStage*>(&exchange + 1);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = static_cast<int>(threadIdx.x) % kWarpSize;
