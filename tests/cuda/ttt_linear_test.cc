@@ -34,8 +34,11 @@ TttLinearSpec for_forward(const std::string& name, TttLinearSpec spec) {
 
 TEST(CudaTttLinear, GraphReplaysWithOtherLengths) {
   for (const char* name : {"chunk_chain", "chunk_tiles"}) {  // with the mini-batches of either
-    expect_replays_with_other_lengths(draw(with_lengths(for_forward(name, bf16_spec(0, 20, 2)), {40, 40, 10, 10}), 1),
-                                      {{0, 40, 80, 90, 100}, {0, 0, 1, 99, 100}, {0, 16, 16, 48, 49}, {0, 0, 0, 0, 0}});
+    const TttLinearCase problem = draw(with_lengths(for_forward(name, bf16_spec(0, 20, 2)), {40, 40, 10, 10}), 1);
+    for (Mode mode : {Mode::kForward, Mode::kBackward}) {
+      expect_replays_with_other_lengths(
+          mode, problem, {{0, 40, 80, 90, 100}, {0, 0, 1, 99, 100}, {0, 16, 16, 48, 49}, {0, 0, 0, 0, 0}});
+    }
   }
 }
 
