@@ -73,8 +73,7 @@ void expect_close_in_16_bits(Mode mode, const Golden& golden) {
     for (Tensor* x : {&problem.q, &problem.k, &problem.v, &problem.d_o}) *x = x->to(dtype);
     const auto expected = support::run(mode, support::in_double(problem), reference_context());
     for (const std::string& name : implementations(problem.spec, mode)) {
-      const auto results =
-          unless_declined(mode, name, [&] { return support::run(mode, problem, context_for(name)); });
+      const auto results = unless_declined(mode, name, [&] { return support::run(mode, problem, context_for(name)); });
       if (results) expect_close(problem, *results, expected);
     }
   }

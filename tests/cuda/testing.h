@@ -100,7 +100,8 @@ void expect_replays_with_other_lengths(Mode mode, const Case& problem,
       same.spec.cu_seqlens = offsets;
       same.cu_seqlens = offsets_of(offsets);
       expect_same_bits(replayed, support::run(mode, same, context_for(name)),
-                       std::string(name_of(mode)) + " " + name + " with " + std::to_string(tokens) + " tokens of " + describe(problem.spec));
+                       std::string(name_of(mode)) + " " + name + " with " + std::to_string(tokens) + " tokens of " +
+                           describe(problem.spec));
     }
   }
 }
