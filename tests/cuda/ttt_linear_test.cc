@@ -261,7 +261,7 @@ TEST(CudaTttLinear, WhatIsNotANumberStaysOnTheWayBack) {
 TEST(CudaTttLinear, ThousandsOfSequences) {
   Dice dice(6);
   std::vector<int64_t> lengths;
-  for (int n = 0; n < (reduced() ? 300 : 1000); ++n) {
+  for (int n = 0; n < (reduced() ? 100 : 1000); ++n) {
     lengths.push_back(dice.chance(30) ? 0 : dice.chance(5) ? dice.between(17, 40) : dice.between(1, 4));
   }
   for (int32_t mini_batch : {16, 32}) {
