@@ -63,10 +63,20 @@ double tolerance_in_16_bits(const DeltaRuleSpec& spec, const std::string& tensor
     const double room = !on_tensor_cores ? 1 : spec.K < 8 ? 2 : 1.4;
     return room * (gate == Gate::kNone ? 6e-3 : 5e-3);
   }
-  if (tensor == "dbeta") return gate == Gate::kNone ? 8e-3 : 2e-2;
+  // Of the sums over a chunk's tokens its transition leaves the less the fewer channels there are, and the roundings of
+  // the operands stay. With those rounded as in the kernels and all else exact, 64 tokens without a gate give errors of
+  // d_initial_state of 0.03 to 0.3 for one channel, 0.02 to 0.05 for two, 0.01 to 0.016 for four and 0.01 for eight. Y,
+  // with which dv and dbeta begin, has a part of it, and the adjoint of the norm leaves K - 1 directions of dq and dk.
+  const bool few_channels = on_tensor_cores && spec.K < 8;
+  if (tensor == "d_initial_state" && on_tensor_cores) {
+    return 8e-3 * (few_channels ? 12.0 / static_cast<double>(spec.K) : 1.4);
+  }
+  const double room = few_channels ? 3 : 1;
+  if (tensor == "dbeta") return gate == Gate::kNone ? room * 8e-3 : 2e-2;
   if (tensor == "dg") return 2e-2;
-  if (tensor == "da_log" || tensor == "ddt_bias") return gate == Gate::kPerHead ? 2e-2 : 8e-3;
-  return 8e-3;
+  // Sums of dg with either sign: on tensor cores they err as dg does.
+  if (tensor == "da_log" || tensor == "ddt_bias") return gate == Gate::kPerHead || on_tensor_cores ? 2e-2 : 8e-3;
+  return room * 8e-3;
 }
 
 }  // namespace
@@ -236,6 +246,8 @@ Tolerance tolerance(const DeltaRuleCase& problem, const DeltaRuleResults& expect
     result.relative = tolerance_in_16_bits(spec, tensor, on_tensor_cores);
   } else if (spec.options.gate == Gate::kPerChannel && has_large_gates(problem)) {
     result.relative = 5e-4;  // room for forms that take differences of cumulative fp32 gates
+  } else if (on_tensor_cores && tensor == "d_initial_state" && spec.K * spec.V == 1) {
+    result.relative = 3e-5;  // one number per head, and where its terms cancel no others to measure the error by
   }
   return result;
 }

@@ -182,7 +182,9 @@ Tolerance tolerance(const TttLinearCase& problem, const TttLinearResults&, const
                       : tensor == "dw" || tensor == "db"              ? 6e-3
                       : tensor == "deta"                              ? 3e-2
                                                                       : 5e-3;
-    if (on_tensor_cores && problem.spec.D < 16) result.relative *= 1.4;
+    // The adjoint of the layer norm leaves D - 2 directions: of few channels, little but the roundings of the operands.
+    const bool of_keys_or_values = tensor == "dq" || tensor == "dk" || tensor == "dv";
+    if (on_tensor_cores && problem.spec.D < 16) result.relative *= problem.spec.D < 8 && of_keys_or_values ? 3.5 : 1.4;
     // Rows of inner gradients sum to 0, and so do those of a state that began at 0: of a d_o that has one sign, as that
     // of the tests, dyo h^T loses half, but not the rounding of its operands.
     if (on_tensor_cores && tensor == "dq" && !problem.initial_state.present()) result.relative *= 1.4;

@@ -66,15 +66,14 @@ void expect_answers(Mode mode, const Golden& golden) {
 
 // On inputs rounded to 16 bits, against the reference on the same.
 template <class Golden>
-void expect_close_in_16_bits(const Golden& golden) {
+void expect_close_in_16_bits(Mode mode, const Golden& golden) {
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
     auto problem = golden.problem;
     problem.spec.dtype = dtype;
-    for (Tensor* x : {&problem.q, &problem.k, &problem.v}) *x = x->to(dtype);
-    const auto expected = support::forward(support::in_double(problem), reference_context());
-    for (const std::string& name : implementations(problem.spec, Mode::kForward)) {
-      const auto results =
-          unless_declined(Mode::kForward, name, [&] { return support::forward(problem, context_for(name)); });
+    for (Tensor* x : {&problem.q, &problem.k, &problem.v, &problem.d_o}) *x = x->to(dtype);
+    const auto expected = support::run(mode, support::in_double(problem), reference_context());
+    for (const std::string& name : implementations(problem.spec, mode)) {
+      const auto results = unless_declined(mode, name, [&] { return support::run(mode, problem, context_for(name)); });
       if (results) expect_close(problem, *results, expected);
     }
   }

@@ -26,6 +26,8 @@ Device& device() {
   return value;
 }
 
+bool emulated() { return reduced() && device().type == DeviceType::kCuda; }
+
 const char* device_name() { return device().type == DeviceType::kCuda ? "cuda" : "cpu"; }
 
 Context context_for(const std::string& implementation, int num_threads) {

@@ -54,6 +54,9 @@ Device& device();
 
 const char* device_name();
 
+// A reduced run on a CUDA device: the emulator, where every case costs a hundred times what it costs on the CPU.
+bool emulated();
+
 // The implementations -----------------------------------------------------------------------------------------------
 
 Context context_for(const std::string& implementation, int num_threads = 0);

@@ -30,7 +30,7 @@ TEST_P(CudaBlocks, GraphReplaysWithOtherLengths) {
   for (Gate gate : gates()) {
     const BlockSpec spec = with_lengths(spec_of(GetParam(), 0, 16, gate), {30, 30, 15, 15});
     expect_replays_with_other_lengths(
-        draw(with_heads(spec, 1, 2), 1),
+        Mode::kForward, draw(with_heads(spec, 1, 2), 1),
         {{0, 30, 60, 75, 90}, {0, 0, 1, 89, 90}, {0, 16, 16, 16, 17}, {0, 0, 0, 0, 0}, {0, 3, 35, 67, 70}});
   }
 }

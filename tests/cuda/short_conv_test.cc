@@ -39,7 +39,7 @@ TEST(CudaShortConv, GraphReplaysWithOtherLengths) {
   ShortConvSpec spec = with_lengths(spec_of(0, 40), {30, 30, 15, 15});
   spec.dtype = DType::kBF16;
   expect_replays_with_other_lengths(
-      draw(spec, 1),
+      Mode::kForward, draw(spec, 1),
       {{0, 30, 60, 75, 90}, {0, 0, 1, 89, 90}, {0, 16, 16, 16, 17}, {0, 0, 0, 0, 0}, {0, 3, 35, 67, 70}});
 }
 

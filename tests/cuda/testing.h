@@ -71,14 +71,15 @@ class CallOnDevice {
   std::vector<std::unique_ptr<support::DeviceCopy>> copies_;
 };
 
-// One capture of a forward serves any lengths that fit: the same bits as a call of its own, and nothing else written.
+// One capture of a mode serves any lengths that fit: the same bits as a call of its own, and nothing else written.
 template <class Case>
-void expect_replays_with_other_lengths(const Case& problem, const std::vector<std::vector<int64_t>>& all_offsets) {
-  for (const std::string& name : implementations(problem.spec, Mode::kForward)) {
-    const auto run = [&] { return support::run(Mode::kForward, problem, context_for(name)); };
-    if (!unless_declined(Mode::kForward, name, run)) continue;
-    const auto outputs = outputs_of(Mode::kForward, problem);
-    const CallOnDevice call(call_of(Mode::kForward, problem, outputs));
+void expect_replays_with_other_lengths(Mode mode, const Case& problem,
+                                       const std::vector<std::vector<int64_t>>& all_offsets) {
+  for (const std::string& name : implementations(problem.spec, mode)) {
+    const auto run = [&] { return support::run(mode, problem, context_for(name)); };
+    if (!unless_declined(mode, name, run)) continue;
+    const auto outputs = outputs_of(mode, problem);
+    const CallOnDevice call(call_of(mode, problem, outputs));
     const support::DeviceStream stream;
     Context context = context_for(name);
     context.stream = stream.get();
@@ -98,18 +99,22 @@ void expect_replays_with_other_lengths(const Case& problem, const std::vector<st
       Case same = slice_tokens(problem, 0, tokens);
       same.spec.cu_seqlens = offsets;
       same.cu_seqlens = offsets_of(offsets);
-      expect_same_bits(replayed, support::run(Mode::kForward, same, context_for(name)),
-                       name + " with " + std::to_string(tokens) + " tokens of " + describe(problem.spec));
+      expect_same_bits(replayed, support::run(mode, same, context_for(name)),
+                       std::string(name_of(mode)) + " " + name + " with " + std::to_string(tokens) + " tokens of " +
+                           describe(problem.spec));
     }
   }
 }
+
+// Offsets of 69 tokens in three sequences that the host would refuse.
+inline const std::vector<std::vector<int64_t>> kMalformedOffsets{
+    {0, 200, 10, 69}, {-5, -1, 30, 1000000}, {60, 50, 40, 30}, {0, 69, 0, 69}, {int64_t{1} << 40, 0, 1, 2}};
 
 // What the host cannot refuse touches nothing outside the tensors: the calls look at the memory around them. For 69
 // tokens in three sequences.
 template <class Case>
 void expect_malformed_offsets_stay_inside(const Case& drawn) {
-  for (const std::vector<int64_t>& offsets : std::vector<std::vector<int64_t>>{
-           {0, 200, 10, 69}, {-5, -1, 30, 1000000}, {60, 50, 40, 30}, {0, 69, 0, 69}, {int64_t{1} << 40, 0, 1, 2}}) {
+  for (const std::vector<int64_t>& offsets : kMalformedOffsets) {
     Case problem = drawn;
     problem.cu_seqlens = offsets_of(offsets);
     for (Mode mode : kModes) {

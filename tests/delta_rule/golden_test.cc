@@ -19,7 +19,8 @@ TEST_P(Golden, ReferenceInDouble) { expect_exact_answers(golden()); }
 TEST_P(Golden, Forward) { expect_answers(Mode::kForward, golden()); }
 TEST_P(Golden, Backward) { expect_answers(Mode::kBackward, golden()); }
 TEST_P(Golden, Step) { expect_answers(Mode::kStep, golden()); }
-TEST_P(Golden, ForwardIn16Bits) { expect_close_in_16_bits(golden()); }
+TEST_P(Golden, ForwardIn16Bits) { expect_close_in_16_bits(Mode::kForward, golden()); }
+TEST_P(Golden, BackwardIn16Bits) { expect_close_in_16_bits(Mode::kBackward, golden()); }
 
 INSTANTIATE_TEST_SUITE_P(Cases, Golden, ::testing::ValuesIn(names_in(golden_cases())),
                          [](const auto& instance) { return instance.param; });

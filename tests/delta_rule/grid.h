@@ -202,7 +202,7 @@ class DeltaRuleGrid : public GridOf<DeltaRuleCase> {
     for (Layout layout : layouts) {
       for (int64_t T : {69, 1, 2}) {
         for (DType dtype : {DType::kF32, DType::kBF16}) {
-          DeltaRuleSpec one = with_batch(with_heads(spec(T, 20, 36), 2, 2), 2);
+          DeltaRuleSpec one = with_batch(with_heads(spec(T, 20, 36), 2, emulated() ? 1 : 2), 2);
           one.dtype = dtype;
           one.options.gate_in_kernel = T > 2 && gate_ != Gate::kNone;
           add(std::string("strided_") + name_of(dtype), one, {double(layout), double(T)}).layout = layout;

@@ -32,8 +32,10 @@ def test_build():
 def test_built_with_cuda():
     info = fastweight.info()
     assert info["built_with_cuda"]
-    assert {"forward", "step"} <= info["implementations"]["delta_rule"]["cuda"].keys()
-    assert _info.devices("delta_rule", "forward") == {"cpu", "cuda"}
+    for family in ("delta_rule", "ttt_linear"):
+        assert {"forward", "backward", "step"} <= info["implementations"][family]["cuda"].keys()
+        for mode in ("forward", "backward"):
+            assert _info.devices(family, mode) == {"cpu", "cuda"}
 
 
 def test_importing_leaves_cuda_alone():
