@@ -28,8 +28,8 @@
 //
 // where dg of the first token is over_t and all that the tile reads from before it. Both terms are made of the rounded
 // operands, fall k and rise x, so that the term M_ij of a pair goes as it came but for the rounding of fp32 sums: dg_m
-// has an error of some 2^-22 of the terms that pass the tile. Those that exp(g_m) multiplies are not smaller than 2^-7.5
-// of such terms, unless the keys make them so: the error stays below that of the operands.
+// has an error of some 2^-22 of the terms that pass the tile. Those that exp(g_m) multiplies are not smaller than
+// 2^-7.5 of such terms, unless the keys make them so: the error stays below that of the operands.
 //
 // The other tiles are strong, those with a NaN among them. Their pairs are walked in fp32 by a thread per channel, down
 // the rows i, with exp(gamma_i - gamma_j) of all j < i in registers:
@@ -170,7 +170,7 @@ struct Shared {
     struct {
       alignas(128) Keys q, k;  // rising: steps 4 and 5
     } rising;
-    alignas(128) Sums reader;  // step 6: X of the reader, then the terms of dbeta
+    alignas(128) Sums reader;  // step 6: X of the reader, then the terms of -dbeta
   };
   union {
     struct {
@@ -1002,7 +1002,7 @@ __device__ __forceinline__ void load_keys(const DeviceTensor& x, const Item& ite
   }
 }
 
-// The walk over the pairs of a tile: dg, and in the tiles of sums dq, dk and the terms of dbeta.
+// The walk over the pairs of a tile: dg, and in the tiles of sums dq, dk and the terms of -dbeta.
 template <DType kType, int kK>
 __device__ __forceinline__ void walk_pairs(Shared<kK>& s, const TileChannel& own, const float (&q)[kRows],
                                            const float (&k)[kRows], const float (&decay)[kRows], float (&dg)[kRows]) {
@@ -1035,7 +1035,7 @@ __device__ __forceinline__ void walk_pairs(Shared<kK>& s, const TileChannel& own
     const float P_ii = s.pairs.diagonal[top + i];
     dk[i] = fmaf(P_ii, q[i], -s.beta[top + i] * read);
     query.at(top + i, channel) = fmaf(P_ii, k[i], dq);
-    reader.at(top + i, channel) = -k[i] * read;
+    reader.at(top + i, channel) = k[i] * read;
   }
   float crossing = s.over[own.tile][channel];
 #pragma unroll
@@ -1118,7 +1118,7 @@ __device__ __forceinline__ void walk_tile(const GradientArgs& args, const Item& 
   if (item.closes) store_gates(args, item, s, own, dg);
 }
 
-// Two channels of a mild tile, token after token: in the tiles of sums dq, dk and the terms of dbeta; dg.
+// Two channels of a mild tile, token after token: in the tiles of sums dq, dk and the terms of -dbeta; dg.
 template <DType kType, int kK>
 struct MildTile {
   static constexpr int kStep = 4;  // tokens at a time
@@ -1170,7 +1170,7 @@ struct MildTile {
     query = make_float2(fmaf(P_ii, keys.k.x, dq.x), fmaf(P_ii, keys.k.y, dq.y));
     writer = make_float2(fmaf(P_ii, keys.q.x, fmaf(-beta, read.x, dk.x)),
                          fmaf(P_ii, keys.q.y, fmaf(-beta, read.y, dk.y)));
-    reader = make_float2(-keys.k.x * read.x, -keys.k.y * read.y);
+    reader = keys.k * read;
     return dg;
   }
 
@@ -1437,7 +1437,7 @@ __device__ __forceinline__ void finish_beta(const GradientArgs& args, const Item
     float x[8];
     load_eight<kK>(s.reader, own.row, own.channel(n), x);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) sum += x[e];
+    for (int e = 0; e < 8; ++e) sum -= x[e];
   }
   sum = s.dbeta[own.row] + sum_over_lanes<TokenLanes<kK>::kLanes>(sum);
   if (own.lane != 0) return;
