@@ -197,7 +197,8 @@ class DeltaRuleGrid : public GridOf<DeltaRuleCase> {
     narrow.dtype = narrow.gate_dtype = DType::kBF16;
     add("wide_results", narrow).wide = true;
 
-    std::vector<Layout> layouts(std::begin(kLayouts), std::end(kLayouts));
+    const int first_layout = emulated() ? 1 : 0;  // the rest of the grid is dense
+    std::vector<Layout> layouts(std::begin(kLayouts) + first_layout, std::end(kLayouts));
     layouts.push_back(Layout::kAlignedRows);
     for (Layout layout : layouts) {
       for (int64_t T : {69, 1, 2}) {
