@@ -37,16 +37,14 @@ bool has_states(const DeltaRuleBackwardProblem& problem) {
 int64_t gradient_blocks(const DeltaRuleBackwardProblem& problem, int64_t num_chunks) {
   const int narrow = has_decay_per_channel(problem) ? 3 : 4;
   const int on_one = padded_k(problem.sizes.head_dim_k) == 64 ? narrow : 2;
-  return std::min<int64_t>(
-      num_chunks * problem.sizes.num_heads,
-      on_one * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index));
+  return std::min<int64_t>(num_chunks * problem.sizes.num_heads,
+                           on_one * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index));
 }
 
 // dq and dk are sums over the value heads of a group, and over ranges of value columns.
 bool sums_keys(const DeltaRuleBackwardProblem& problem) {
   const int width = padded_k(problem.sizes.head_dim_k);
-  const int columns =
-      has_decay_per_channel(problem) ? gradients_per_channel_columns(width) : gradients_columns(width);
+  const int columns = has_decay_per_channel(problem) ? gradients_per_channel_columns(width) : gradients_columns(width);
   return problem.sizes.group > 1 || problem.sizes.head_dim_v > columns;
 }
 
@@ -72,8 +70,7 @@ bool runs_beside(const DeltaRuleBackwardProblem& problem) {
   if (has_decay_per_channel(problem)) return false;
   const DeltaRuleSizes& sizes = problem.sizes;
   const int64_t blocks = sizes.num_sequences * sizes.num_value_heads * ranges_of(problem);
-  return 4 * blocks <=
-         3 * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
+  return 4 * blocks <= 3 * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
 }
 
 struct Scratch {

@@ -79,8 +79,8 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
     return "q, k, v and o must have one 16-bit type";
   }
   if (in.beta.rank == 4) return "beta must be a number per token";
-  return lacks_shared_memory(
-      least_forward_bytes(padded_k(problem.sizes.head_dim_k), has_decay_per_channel(problem)), in.q.device.index);
+  return lacks_shared_memory(least_forward_bytes(padded_k(problem.sizes.head_dim_k), has_decay_per_channel(problem)),
+                             in.q.device.index);
 }
 
 std::string config_text(const DeltaRuleForwardProblem& problem) { return config_of(problem).text(); }

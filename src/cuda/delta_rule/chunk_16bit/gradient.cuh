@@ -27,7 +27,7 @@ namespace fastweight::cuda::chunk_16bit {
 
 // What the reverse scan reads and writes beside the problem and its factors.
 struct GradientArgs {
-  ChunkArgs chunk;  // the problem, its chunks and their factors, `row` among them; o and the states unused
+  ChunkArgs chunk;   // the problem, its chunks and their factors, `row` among them; o and the states unused
   DeviceTensor d_o;  // absent: 0
   DeviceTensor dq, dk, dv, dg, dbeta;
   bool vector_d_o = false;  // rows can be copied in pieces of 16 bytes
@@ -37,7 +37,7 @@ struct GradientArgs {
 
   // The state before every chunk, [B, NT, HV] as chunk_states: 16-bit, k_stride 1, rows in pieces of 16 bytes.
   DeviceStates S;
-  int S_width = 0;  // elements of a row that are there: K or more; zeros from K on
+  int S_width = 0;        // elements of a row that are there: K or more; zeros from K on
   uint16_t* G = nullptr;  // [chunks][HV][padded_v][padded K], rounded to operands
   uint16_t* Y = nullptr;  // [chunks][HV][padded_v][64], transposed: a row per value column, 0 beyond the chunk's tokens
   int padded_v = 0;       // a multiple of 64; rows from V on are 0

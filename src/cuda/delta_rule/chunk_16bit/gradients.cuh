@@ -60,14 +60,14 @@ struct Shared {
   float rstd_q[kChunkRows], rstd_k[kChunkRows], beta[kChunkRows];
   float on_read[kChunkRows];  // e rstd_k, of k S
   union {
-    float yv[2][kChunkRows];                   // Y . v, in two halves of the columns
-    float columns[2][kBlocks][kChunkRows];     // sums over the rows of a block, of M^P and beta M^A
+    float yv[2][kChunkRows];                // Y . v, in two halves of the columns
+    float columns[2][kBlocks][kChunkRows];  // sums over the rows of a block, of M^P and beta M^A
   };
-  float row_of_P[kChunkRows];             // sums over the columns of M^P; then q . dq
-  float row_below_P[kChunkRows];          // without the diagonal block
-  float row_of_A[2][kChunkRows];          // of M^A, in two parts; then the first is k . dk
+  float row_of_P[kChunkRows];     // sums over the columns of M^P; then q . dq
+  float row_below_P[kChunkRows];  // without the diagonal block
+  float row_of_A[2][kChunkRows];  // of M^A, in two parts; then the first is k . dk
   float row_below_A[2][kChunkRows];
-  float within[2][kChunkRows];            // sum_{i >= m > j} within the diagonal block of M^P and beta M^A
+  float within[2][kChunkRows];  // sum_{i >= m > j} within the diagonal block of M^P and beta M^A
   float a_q[2][kChunkRows], a_k[2][kChunkRows], b[2][kChunkRows];  // by group of channels
   float state_dot[S::kWarps];
   Item items[2];  // the one at hand and the next; here they take no registers
@@ -678,9 +678,7 @@ __device__ __forceinline__ float gate_gradient(const Shared<kK>& s, int m, int l
   const float below = s.row_below_P[m] + beta * (s.row_below_A[0][m] + s.row_below_A[1][m]);
   const float pairs = (s.within[kPairsOfP][m] + s.within[kPairsOfA][m]) + sum_since<16>(below, lane) +
                       sum_before<16>(column, lane) + sum_over_lanes<16>(around);
-  const auto a_at = [&](int i) {
-    return (s.a_q[0][i] + s.a_q[1][i]) + s.beta[i] * (s.a_k[0][i] + s.a_k[1][i]);
-  };
+  const auto a_at = [&](int i) { return (s.a_q[0][i] + s.a_q[1][i]) + s.beta[i] * (s.a_k[0][i] + s.a_k[1][i]); };
   const auto b_at = [&](int j) { return s.b[0][j] + s.b[1][j]; };
   const bool later = m >= kWarpSize;
   const float other = sum_over_lanes<kWarpSize>(later ? b_at(lane) : a_at(kWarpSize + lane));
@@ -750,10 +748,10 @@ struct Gradients {
     lane = opaque_below<kWarpSize>(lane);
     thread = opaque_below<X::kThreads>(thread);
   }
-  __device__ __forceinline__ int block() const { return warp % kBlocks; }                         // of 16 tokens
-  __device__ __forceinline__ int group() const { return warp / kBlocks; }                         // of channels
-  __device__ __forceinline__ int channel() const { return group() * (X::kChannels / 16); }        // the first, in 16s
-  __device__ __forceinline__ int token() const { return thread; }          // of the numbers
+  __device__ __forceinline__ int block() const { return warp % kBlocks; }                   // of 16 tokens
+  __device__ __forceinline__ int group() const { return warp / kBlocks; }                   // of channels
+  __device__ __forceinline__ int channel() const { return group() * (X::kChannels / 16); }  // the first, in 16s
+  __device__ __forceinline__ int token() const { return thread; }                           // of the numbers
   __device__ __forceinline__ bool has_token() const { return thread < kChunkRows; }
 
   // The lane's two rows with a factor for each.
@@ -773,7 +771,8 @@ struct Gradients {
       dot_values<kType>(s, (warp + at) % kBlocks, (warp + at) / kBlocks, lane);
     }
     step();
-    load_value_rows<X::kThreads>(s.value_rows(), args.d_o, args.vector_d_o, item, args.chunk.problem.head_dim_v, thread);
+    load_value_rows<X::kThreads>(s.value_rows(), args.d_o, args.vector_d_o, item, args.chunk.problem.head_dim_v,
+                                 thread);
     commit_copies();
     if (has_token()) sums.yv = s.yv[0][token()] + s.yv[1][token()];
     if (has_columns) writes<kType>(s, warp, lane, bD);
@@ -867,8 +866,7 @@ struct Gradients {
     copy_rows<X::kColumns, X::kThreads>(s.state_rows(), args.G + (item.at * args.padded_v + item.column) * kK, kK,
                                         args.padded_v - item.column, kK, thread);
     commit_copies();
-    scale_and_dot<kType, kK>(s.keys(), rows([&](int i) { return -s.on_read[i]; }), channel(),
-                             lane, dk, s.a_k[group()]);
+    scale_and_dot<kType, kK>(s.keys(), rows([&](int i) { return -s.on_read[i]; }), channel(), lane, dk, s.a_k[group()]);
     const RowPair beta = rows([&](int i) { return s.beta[i]; });
 #pragma unroll
     for (int n = 0; n < X::kChannels / 8; ++n) {
@@ -878,15 +876,15 @@ struct Gradients {
     add_pairs_of_A(dk);
     wait_copies<1>();
     step();
-    scale_and_dot<kType, kK>(s.queries(),
-                             rows([&](int i) { return p.scale * exp2_approx(s.gamma[i]) * s.rstd_q[i]; }), channel(),
-                             lane, dq, s.a_q[group()]);
+    scale_and_dot<kType, kK>(s.queries(), rows([&](int i) { return p.scale * exp2_approx(s.gamma[i]) * s.rstd_q[i]; }),
+                             channel(), lane, dq, s.a_q[group()]);
     add_pairs_of_P(dq, dk);
     wait_copies<0>();
     step();
     if (has_token()) sums.along_q += along_q(token());
-    finish_rows(args.dq, args.vector_dq, item, 0, s.queries(), s.rstd_q, s.row_of_P, sums.along_q,
-                [&](int i) { return along_q(i); }, dq);
+    finish_rows(
+        args.dq, args.vector_dq, item, 0, s.queries(), s.rstd_q, s.row_of_P, sums.along_q,
+        [&](int i) { return along_q(i); }, dq);
     add_writing(item, dk);
     if (thread == 0) s.items[&item == s.items].ready = is_ready(other(item));
     step();
@@ -895,8 +893,9 @@ struct Gradients {
       sums.dbeta += sums.yv + reading(token());
       sums.along_k += along_k(token());
     }
-    finish_rows(args.dk, args.vector_dk, item, 1, s.keys(), s.rstd_k, s.row_of_A[0], sums.along_k,
-                [&](int i) { return along_k(i); }, dk);
+    finish_rows(
+        args.dk, args.vector_dk, item, 1, s.keys(), s.rstd_k, s.row_of_A[0], sums.along_k,
+        [&](int i) { return along_k(i); }, dk);
   }
 
   // dk += w (R G^T)
@@ -1007,7 +1006,9 @@ struct Gradients {
 };
 
 template <DType kType, int kK>
-__global__ void __launch_bounds__(Shape<kK>::kThreads, kK == 256 ? 1 : kK == 128 ? 2 : 4)
+__global__ void __launch_bounds__(Shape<kK>::kThreads, kK == 256   ? 1
+                                                       : kK == 128 ? 2
+                                                                   : 4)
     gradients_kernel(const __grid_constant__ GradientArgs args) {
   // With BackProgress the scan back lets this kernel start when it has waited for all kernels before itself, and what it
   // leaves is taken as it comes; that it ends before this kernel does is for those after.

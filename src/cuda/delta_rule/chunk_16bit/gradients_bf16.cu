@@ -3,7 +3,7 @@
 namespace fastweight::cuda::chunk_16bit {
 
 template void launch_gradients_of<DType::kBF16>(const GradientArgs& args, int padded_k, int64_t blocks,
-                                             const Context& context);
+                                                const Context& context);
 
 size_t gradients_bytes(int padded_k) {
   size_t bytes = 0;

@@ -154,14 +154,14 @@ struct Shared {
     struct {
       alignas(128) Keys reader;
       alignas(128) Values v;
-    } first;                    // step 1
-    alignas(128) Values d_o;    // steps 2 and 3
-    alignas(128) State G;       // step 3
+    } first;                  // step 1
+    alignas(128) Values d_o;  // steps 2 and 3
+    alignas(128) State G;     // step 3
     struct {
       alignas(128) Keys falling;
       float first[4][4][Shape<kK>::kThreads];  // sums of the first tile, which add_tiles leaves alone, out of registers
     } tiles;                                   // steps 4 and 5
-    alignas(128) Sums query;    // step 6: X of q, then dq
+    alignas(128) Sums query;                   // step 6: X of q, then dq
   };
   union {
     struct {
@@ -178,9 +178,9 @@ struct Shared {
       float yv[kColumns / 16][kChunkRows];  // Y . v of the warps' columns
     } value_side;                           // step 1
     struct {
-      alignas(128) PairBlocks blocks[2];  // by PairKind
+      alignas(128) PairBlocks blocks[2];       // by PairKind
       alignas(16) float diagonal[kChunkRows];  // of P
-    } pairs;                              // from step 2 on
+    } pairs;                                   // from step 2 on
   };
   alignas(16) float total[kTiles][kK];
   union {
@@ -191,7 +191,7 @@ struct Shared {
   alignas(16) float beta[kChunkRows], rstd_q[kChunkRows], rstd_k[kChunkRows];
   float dbeta[kChunkRows];  // over the ranges of columns
   bool strong[kTiles];
-  Item items[2];            // the one at hand and the next; here they take no registers
+  Item items[2];  // the one at hand and the next; here they take no registers
 };
 
 // [16 channels x 64 tokens] as C tiles.
@@ -588,7 +588,9 @@ struct PairRows {
 
   __device__ __forceinline__ PairRows(const DeviceTensor& x, DType type, const Item& item, int head,
                                       const ChannelPair& own)
-      : step(byte_offset(type, x.strides[1])), other(byte_offset(type, x.strides[3])), dtype(type),
+      : step(byte_offset(type, x.strides[1])),
+        other(byte_offset(type, x.strides[3])),
+        dtype(type),
         together(x.aligned_vec4) {
     const int64_t row = row_offset(x, item.span.batch, item.span.begin + kRows * own.tile, head);
     at = opaque(element_at(static_cast<char*>(x.data), type, row + own.channel * x.strides[3]));
@@ -1137,7 +1139,10 @@ struct MildTile {
 
   __device__ __forceinline__ MildTile(const GradientArgs& gradients, const Item& one, Shared<kK>& shared,
                                       const ChannelPair& pair)
-      : args(gradients), item(one), s(shared), own(pair),
+      : args(gradients),
+        item(one),
+        s(shared),
+        own(pair),
         g_rows(args.chunk.problem.g, args.chunk.problem.g.dtype, item, item.head, own),
         q_rows(args.chunk.problem.q, kType, item, item.key_head, own),
         k_rows(args.chunk.problem.k, kType, item, item.key_head, own),
@@ -1168,8 +1173,8 @@ struct MildTile {
     crossing.y += fmaf(fall.y, F.y, -fmaf(q.y, X.y, k.y * X_reader.y));
     const float2 up = inverse * since, read = up * X_reader, dq = up * X, dk = decays.inverse_rise * F;
     query = make_float2(fmaf(P_ii, keys.k.x, dq.x), fmaf(P_ii, keys.k.y, dq.y));
-    writer = make_float2(fmaf(P_ii, keys.q.x, fmaf(-beta, read.x, dk.x)),
-                         fmaf(P_ii, keys.q.y, fmaf(-beta, read.y, dk.y)));
+    writer =
+        make_float2(fmaf(P_ii, keys.q.x, fmaf(-beta, read.x, dk.x)), fmaf(P_ii, keys.q.y, fmaf(-beta, read.y, dk.y)));
     reader = keys.k * read;
     return dg;
   }

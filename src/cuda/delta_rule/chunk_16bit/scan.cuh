@@ -177,8 +177,8 @@ struct Scan {
     if (!place.exists) return;
     const int column = part.column + row;
     store_handed<16 * kTiles>(exchange.S(), row, args.problem.head_dim_v - column, args.state_width, lane,
-                 static_cast<uint16_t*>(place.states.data) + place.offset + column * place.states.v_stride,
-                 place.states.v_stride);
+                              static_cast<uint16_t*>(place.states.data) + place.offset + column * place.states.v_stride,
+                              place.states.v_stride);
   }
 
   // The state is saved in one place of the code, which its compile time asks for.
@@ -246,8 +246,8 @@ struct Scan {
         stages.producer_commit();
       }
       if (args.o.present()) {
-        store_values<kType, kTiles>(args.o, args.vector_outputs, args.problem.head_dim_v, current.values(), row, lane, o,
-                                    static_cast<int>(min(span.length - c * C, C)), part.column, O);
+        store_values<kType, kTiles>(args.o, args.vector_outputs, args.problem.head_dim_v, current.values(), row, lane,
+                                    o, static_cast<int>(min(span.length - c * C, C)), part.column, O);
       }
     }
   }

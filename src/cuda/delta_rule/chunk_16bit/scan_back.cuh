@@ -209,7 +209,7 @@ struct BackScan {
   __device__ __forceinline__ void save_Y(const OneStage& current, int c, int64_t item, int count) const {
     const int column = part.column + row;
     store_handed<16 * kTiles>(exchange.Y(), row, args.padded_v - column, kChunkRows, lane,
-                 args.Y + (item * args.padded_v + column) * kChunkRows, kChunkRows);
+                              args.Y + (item * args.padded_v + column) * kChunkRows, kChunkRows);
     if (!args.dv.present()) return;
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
     const int64_t C = args.chunk.chunked.chunk_size;
@@ -264,7 +264,7 @@ struct BackScan {
       G_ready.wait();
       const int column = part.column + row;
       store_handed<16 * kTiles>(exchange.G(), row, args.padded_v - column, kK, lane,
-                   args.G + (item * args.padded_v + column) * kK, kK);
+                                args.G + (item * args.padded_v + column) * kK, kK);
       Y_ready.wait();
       save_Y(current, c, item, static_cast<int>(min(span.length - c * C, C)));
       if (two_stages && more) {

@@ -3,6 +3,6 @@
 namespace fastweight::cuda::chunk_16bit {
 
 template void launch_scan_back<DType::kBF16>(const GradientArgs& args, const ScanConfig& config,
-                                          const Context& context);
+                                             const Context& context);
 
 }  // namespace fastweight::cuda::chunk_16bit

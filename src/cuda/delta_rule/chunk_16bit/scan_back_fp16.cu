@@ -2,7 +2,6 @@
 
 namespace fastweight::cuda::chunk_16bit {
 
-template void launch_scan_back<DType::kF16>(const GradientArgs& args, const ScanConfig& config,
-                                          const Context& context);
+template void launch_scan_back<DType::kF16>(const GradientArgs& args, const ScanConfig& config, const Context& context);
 
 }  // namespace fastweight::cuda::chunk_16bit

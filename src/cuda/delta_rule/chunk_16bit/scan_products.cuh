@@ -76,8 +76,7 @@ __device__ __forceinline__ void multiply_lower(const uint32_t (&left)[kTiles][4]
 
 // Token factors on the columns of sums.
 template <int kTiles>
-__device__ __forceinline__ void scale_tokens(const float* token, int factor, int n, int lane,
-                                             Sums<kTiles>& sums) {
+__device__ __forceinline__ void scale_tokens(const float* token, int factor, int n, int lane, Sums<kTiles>& sums) {
   const float2 on = token_pair(token, factor, n, lane);
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {

@@ -75,7 +75,7 @@ FactorScratch take_factors(ScratchLayout& layout, const Problem& problem, int64_
   factors.total_width = per_channel ? width : 4;
   factors.J = layout.take<uint16_t>(items * kChunkRows * kChunkRows);
   factors.sP = layout.take<uint16_t>(items * kChunkRows * kChunkRows);
-  factors.token = layout.take<float>(items * (per_channel ? kTokenFactors<true> : kTokenFactors<false>) * kChunkRows);
+  factors.token = layout.take<float>(items * (per_channel ? kTokenFactors<true> : kTokenFactors<false>)*kChunkRows);
   factors.total = layout.take<float>(items * factors.total_width);
   factors.keys = layout.take<uint16_t>(per_channel ? items * kKeyCopies * kChunkRows * width : 0);
   factors.row = row_numbers ? layout.take<float>(items * kRowNumbers * kChunkRows) : nullptr;

@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(kThreads)
     const bool along_k = from.k_stride < from.v_stride;
     for (int at = threadIdx.x; at < width * V; at += kThreads) {
       const int k = along_k ? at % width : at / V, v = along_k ? at / width : at % V;
-      const float x = k < K ? load_float(from.data, from.dtype, offset(from) + k * from.k_stride + v * from.v_stride) : 0;
+      const float x =
+          k < K ? load_float(from.data, from.dtype, offset(from) + k * from.k_stride + v * from.v_stride) : 0;
       store_float(to.data, to.dtype, offset(to) + k + v * to.v_stride, x);
     }
   });
