@@ -66,7 +66,7 @@ TEST_P(CudaDeltaRuleBackward, ThousandsOfSequences) {
   std::vector<int64_t> lengths;
   for (int n = 0; n < (reduced() ? 50 : 3000); ++n)
     lengths.push_back(dice.chance(30) ? 0 : dice.chance(5) ? dice.between(17, 40) : dice.between(1, 4));
-  DeltaRuleSpec one = with_lengths(with_heads(spec(0, 12, 8), 1, 1), lengths);
+  DeltaRuleSpec one = with_lengths(with_heads(spec(0, 12, 8), 4, 1), lengths);  // heads: dA_log is a sum of all tokens
   one.options.gate_in_kernel = GetParam() != Gate::kNone;
   one.options.chunk_size = 16;
   check(Mode::kBackward, draw(one, 33));
