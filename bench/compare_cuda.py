@@ -493,7 +493,7 @@ def version(package: str) -> str | None:
 
 
 def commit(folder: pathlib.Path | None) -> str | None:
-    if folder is None:
+    if folder is None or not (folder / ".git").exists():  # a plain folder may lie in another project's clone
         return None
     command = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
