@@ -190,8 +190,15 @@ struct Shared {
   float a_log[kTiles * kK / kWarpSize];  // the share of dA_log of the warps' tiles and channels
   alignas(16) float beta[kChunkRows], rstd_q[kChunkRows], rstd_k[kChunkRows];
   float dbeta[kChunkRows];  // over the ranges of columns
-  bool strong[kTiles];
+  bool strong[kTiles][kK / 64];  // by the warps that have the tile's channels
   Item items[2];  // the one at hand and the next; here they take no registers
+
+  __device__ __forceinline__ bool is_strong(int tile) const {
+    bool any = false;
+#pragma unroll
+    for (const bool part : strong[tile]) any |= part;
+    return any;
+  }
 };
 
 // [16 channels x 64 tokens] as C tiles.
@@ -745,8 +752,9 @@ __device__ __forceinline__ void scale_rows(const DeltaRuleDeviceProblem& p, cons
   }
   *reinterpret_cast<float2*>(&s.total[own.tile][own.channel]) = total;
   const bool mild = is_mild<kType>(least.x, total.x) && is_mild<kType>(least.y, total.y);
+  const bool any_strong = __any_sync(kAllLanes, !mild);
+  if (thread % kWarpSize == 0) s.strong[own.tile][own.channel / 64] = any_strong;
   if (!mild) {
-    s.strong[own.tile] = true;
     float2 until = make_float2(1, 1);
 #pragma unroll
     for (int i = kRows - 1; i >= 0; --i) {
@@ -873,7 +881,7 @@ __device__ __forceinline__ void add_reads(Shared<kK>& s, const TileTotals& total
     add_to(over[column], between(total, column, row) * dot_reads<kType>(s, row, warp, lane, query, reader));
     add_read<kType>(s, row, column, warp, lane, query, reader);
   }
-  if (s.strong[row]) return;
+  if (s.is_strong(row)) return;
   add_to(over[row], dot_reads<kType>(s, row, warp, lane, query, reader));
   scale_tile(total[row], query);
   scale_tile(total[row], reader);
@@ -920,7 +928,7 @@ __device__ __forceinline__ void add_writes(Shared<kK>& s, const TileTotals& tota
     for (int row = kTiles - 1; row > column; --row) {
       add_write<kType>(s, total[row], row, column, warp, lane, F);
     }
-    if (!s.strong[column]) add_write<kType>(s, total[column], column, column, warp, lane, F);
+    if (!s.is_strong(column)) add_write<kType>(s, total[column], column, column, warp, lane, F);
     writer.store(2 * column, F[0]);
     writer.store(2 * column + 1, F[1]);
   }
@@ -1270,10 +1278,10 @@ struct MildTile {
 template <DType kType, int kK>
 __device__ __forceinline__ void finish_tiles(const GradientArgs& args, const Item& item, Shared<kK>& s, int thread) {
   const ChannelPair own = channel_pair<kK>(args.chunk.problem, item, thread);
-  if (!s.strong[own.tile]) MildTile<kType, kK>(args, item, s, own).run();
+  if (!s.is_strong(own.tile)) MildTile<kType, kK>(args, item, s, own).run();
 #pragma unroll 1
   for (int at = thread; at < kTiles * kK; at += Shape<kK>::kThreads) {
-    if (s.strong[at / kK]) walk_tile<kType>(args, item, s, at);
+    if (s.is_strong(at / kK)) walk_tile<kType>(args, item, s, at);
   }
 }
 
@@ -1475,7 +1483,6 @@ struct Gradients {
     const int thread = thread_index();
     load_value_rows<X::kThreads>(SharedTile<X::kColumns>(s.d_o), args.d_o, args.vector_d_o, item, p.head_dim_v, thread);
     commit_copies();
-    if (thread < kTiles) s.strong[thread] = false;
     if (thread < kChunkRows) {
       float sum = 0;
       for (const auto& yv : s.value_side.yv) sum += yv[thread];
