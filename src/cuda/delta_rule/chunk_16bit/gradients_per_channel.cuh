@@ -56,6 +56,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/adjoints.cuh"
@@ -190,14 +191,13 @@ struct Shared {
   float a_log[kTiles * kK / kWarpSize];  // the share of dA_log of the warps' tiles and channels
   alignas(16) float beta[kChunkRows], rstd_q[kChunkRows], rstd_k[kChunkRows];
   float dbeta[kChunkRows];  // over the ranges of columns
-  bool strong[kTiles][kK / 64];  // by the warps that have the tile's channels
+  // Whether a tile is strong by the warps that have its channels: together a word, not 0 if any says so.
+  using StrongPart = std::conditional_t<kK == 64, uint32_t, std::conditional_t<kK == 128, uint16_t, uint8_t>>;
+  alignas(16) StrongPart strong[kTiles][kK / 64];
   Item items[2];  // the one at hand and the next; here they take no registers
 
   __device__ __forceinline__ bool is_strong(int tile) const {
-    bool any = false;
-#pragma unroll
-    for (const bool part : strong[tile]) any |= part;
-    return any;
+    return *reinterpret_cast<const uint32_t*>(strong[tile]) != 0;
   }
 };
 
@@ -752,8 +752,6 @@ __device__ __forceinline__ void scale_rows(const DeltaRuleDeviceProblem& p, cons
   }
   *reinterpret_cast<float2*>(&s.total[own.tile][own.channel]) = total;
   const bool mild = is_mild<kType>(least.x, total.x) && is_mild<kType>(least.y, total.y);
-  const bool any_strong = __any_sync(kAllLanes, !mild);
-  if (thread % kWarpSize == 0) s.strong[own.tile][own.channel / 64] = any_strong;
   if (!mild) {
     float2 until = make_float2(1, 1);
 #pragma unroll
@@ -778,6 +776,8 @@ __device__ __forceinline__ void scale_rows(const DeltaRuleDeviceProblem& p, cons
       pair_at(k, i) = round_pair<kType>(since * keys.reader);
     }
   }
+  const bool any_strong = __any_sync(kAllLanes, !mild);
+  if (thread % kWarpSize == 0) s.strong[own.tile][own.channel / 64] = any_strong;
 }
 
 // Step 5 --------------------------------------------------------------------------------------------------------------
