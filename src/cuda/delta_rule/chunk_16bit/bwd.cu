@@ -65,7 +65,7 @@ int ranges_of(const DeltaRuleBackwardProblem& problem) {
 }
 
 // Whether the gradients run beside the scan back: where it leaves a quarter of the device idle. With less to gain, taking
-// the chunks as they come costs more than it brings (measured on an H200: 64 heads of 128 columns, 7% slower).
+// the chunks as they come costs more than it brings (measured on an H200: 64 heads of 128 columns, 8.5 against 7.9 ms).
 bool runs_beside(const DeltaRuleBackwardProblem& problem) {
   if (has_decay_per_channel(problem)) return false;
   const DeltaRuleSizes& sizes = problem.sizes;
