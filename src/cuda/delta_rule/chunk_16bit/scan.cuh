@@ -294,17 +294,10 @@ void launch_scan(const ChunkArgs& args, const ScanConfig& config, const Context&
 
 }  // namespace
 
-// The instances that scan_config names. Two tiles of columns with 256 channels would exceed the registers.
 template <DType kType>
 void launch_scan(const ChunkArgs& args, const ScanConfig& config, const Context& context) {
-  with_padded_k_and_gate(config.padded_k, config.per_channel, [&]<int kK, bool kPerChannel>() {
-    if (config.tiles == 2) {
-      if constexpr (kK <= 128) launch_scan<kType, kK, kPerChannel, 2, 4>(args, config, context);
-    } else if (config.pairs == 2) {
-      launch_scan<kType, kK, kPerChannel, 1, 2>(args, config, context);
-    } else {
-      launch_scan<kType, kK, kPerChannel, 1, 4>(args, config, context);
-    }
+  with_scan_instance(config, [&]<int kK, bool kPerChannel, int kTiles, int kPairs>() {
+    launch_scan<kType, kK, kPerChannel, kTiles, kPairs>(args, config, context);
   });
 }
 

@@ -178,4 +178,19 @@ __device__ __forceinline__ void store_handed(const SharedTile<kColumns>& tile, i
   }
 }
 
+// Calls body.template operator()<kK, kPerChannel, kTiles, kPairs>() for the instance of a scan that a config names. Two
+// tiles of columns with 256 channels would exceed the registers.
+template <class Body>
+void with_scan_instance(const ScanConfig& config, const Body& body) {
+  with_padded_k_and_gate(config.padded_k, config.per_channel, [&]<int kK, bool kPerChannel>() {
+    if (config.tiles == 2) {
+      if constexpr (kK <= 128) body.template operator()<kK, kPerChannel, 2, 4>();
+    } else if (config.pairs == 2) {
+      body.template operator()<kK, kPerChannel, 1, 2>();
+    } else {
+      body.template operator()<kK, kPerChannel, 1, 4>();
+    }
+  });
+}
+
 }  // namespace fastweight::cuda::chunk_16bit
