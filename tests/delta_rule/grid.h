@@ -153,12 +153,13 @@ class DeltaRuleGrid : public GridOf<DeltaRuleCase> {
       add("hard_gates", one, {fraction});
     }
     add("open_gates", spec(130, 36, 20)).change = [](DeltaRuleCase& x) { x.g.fill(0); };
-    // Also where the decay of 16 tokens is just above what a 16-bit operand holds, and just below.
+    // Open gates, under which distant tokens meet; and where the decay of 16 tokens is just above what a 16-bit operand
+    // holds, and just below.
     for (DType dtype : {DType::kBF16, DType::kF16}) {
       const std::string type = name_of(dtype);
       DeltaRuleSpec one = spec(70, 36, 20);
       one.dtype = dtype;
-      for (double g : {-0.1, -0.3, -5.0, -5.1, -5.5, -9.0}) {
+      for (double g : {0.0, -0.1, -0.3, -5.0, -5.1, -5.5, -9.0}) {
         add("gates_of_" + type, one, {g}).change = [=](DeltaRuleCase& x) { x.g.fill(g); };
       }
       for (double fraction : {0.1, 1.0}) {
