@@ -136,18 +136,6 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   });
 }
 
-void kept_words(StableIValue* stack, uint64_t, uint64_t) {
-  guarded([stack] {
-    Arguments arguments(stack);
-    Context context;
-    context.device = {DeviceType::kCuda, static_cast<int>(arguments.take<int64_t>())};
-    DeltaRuleOptions options;
-    options.gate = static_cast<Gate>(arguments.take<int64_t>());
-    const DType dtype = dtype_of("dtype", arguments.take<int32_t>());
-    *stack = torch::stable::detail::from(delta_rule_kept_words(context, options, dtype, arguments.take<int64_t>()));
-  });
-}
-
 void step(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] {
     Arguments arguments(stack);
@@ -179,7 +167,6 @@ std::span<const Operator> delta_rule_operators() {
        &backward},
       {"delta_rule_step(" + argument_schema<DeltaRuleStep>() + inputs + ") -> " + result_schema<DeltaRuleStep>(),
        &step},
-      {"delta_rule_kept_words(int cuda_device, int gate, ScalarType dtype, int head_dim_k) -> int", &kept_words},
   };
   return operators;
 }

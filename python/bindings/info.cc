@@ -1,5 +1,5 @@
-// What the library was built with, as JSON: python/fastweight/_info.py reads it when it is imported. Nothing here wakes
-// the CUDA driver, after which a process could not fork any more.
+// Operators without tensors. What the library was built with, as JSON: python/fastweight/_info.py reads it when it is
+// imported, which does not wake the CUDA driver, after which a process could not fork any more.
 #include "fastweight/info.h"
 
 #include <string>
@@ -59,10 +59,26 @@ void info(StableIValue* stack, uint64_t, uint64_t) {
   guarded([stack] { *stack = torch::stable::detail::from(text()); });
 }
 
+// What a forward of the delta rule can keep on a CUDA device.
+void kept_words(StableIValue* stack, uint64_t, uint64_t) {
+  guarded([stack] {
+    Arguments arguments(stack);
+    Context context;
+    context.device = {DeviceType::kCuda, static_cast<int>(arguments.take<int64_t>())};
+    DeltaRuleOptions options;
+    options.gate = static_cast<Gate>(arguments.take<int64_t>());
+    const DType dtype = dtype_of("dtype", arguments.take<int32_t>());
+    *stack = torch::stable::detail::from(delta_rule_kept_words(context, options, dtype, arguments.take<int64_t>()));
+  });
+}
+
 }  // namespace
 
 std::span<const Operator> info_operators() {
-  static const Operator operators[] = {{"info() -> str", &info}};
+  static const Operator operators[] = {
+      {"info() -> str", &info},
+      {"delta_rule_kept_words(int cuda_device, int gate, ScalarType dtype, int head_dim_k) -> int", &kept_words},
+  };
   return operators;
 }
 

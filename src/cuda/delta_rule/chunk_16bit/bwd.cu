@@ -67,9 +67,32 @@ int ranges_of(const DeltaRuleBackwardProblem& problem) {
 // Whether the gradients run beside the scan back: where it leaves a quarter of the device idle. With less to gain, taking
 // the chunks as they come costs more than it brings (measured on an H200: 64 heads of 128 columns, 8.5 against 7.9 ms).
 bool runs_beside(const DeltaRuleBackwardProblem& problem) {
+  if (has_decay_per_channel(problem)) return false;  // measured on an H200: 96 heads, 3.8 against 3.5 ms
   const DeltaRuleSizes& sizes = problem.sizes;
   const int64_t blocks = sizes.num_sequences * sizes.num_value_heads * ranges_of(problem);
   return 4 * blocks <= 3 * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
+}
+
+// Whether Y can lie in dv until dv takes its place.
+bool has_room_for_Y(const DeltaRuleBackwardProblem& problem) {
+  const TensorView& dv = problem.args.dv;
+  return dv.present() && dv.dtype == problem.args.in.k.dtype && has_vectors(dv);
+}
+
+int64_t rows_of_Y(const DeltaRuleBackwardProblem& problem) {
+  return problem.sizes.batch * problem.sizes.tokens * problem.sizes.num_value_heads;
+}
+int64_t width_of_Y(const DeltaRuleBackwardProblem& problem) { return (problem.sizes.head_dim_v + 7) / 8 * 8; }
+
+DeviceTensor scratch_Y(const DeltaRuleBackwardProblem& problem, uint16_t* data) {
+  DeviceTensor Y;
+  Y.data = data;
+  Y.dtype = problem.args.in.k.dtype;
+  Y.strides[3] = 1;
+  Y.strides[2] = width_of_Y(problem);
+  Y.strides[1] = problem.sizes.num_value_heads * Y.strides[2];
+  Y.strides[0] = problem.sizes.tokens * Y.strides[1];
+  return Y;
 }
 
 // The states are those of the caller, or at least made of them: no scan forward has to be repeated.
@@ -80,15 +103,16 @@ bool has_factors_of_window(const DeltaRuleBackwardProblem& problem) {
   return knows_states(problem) && !problem.args.kept.present();
 }
 
-// What G, Y and the factors take is divided by four where it is much, and then kept below a bound.
+// What G and the factors take is divided by three where it is much, and then kept below a bound. More windows, or fewer
+// chunks in them, cost time (measured on an H200, 96 heads of 8192 tokens: 0.04 to 0.06 ms each of 2 ms).
 Windows back_windows(const DeltaRuleBackwardProblem& problem, const ChunkArgs& chunk, const Context& context) {
-  constexpr size_t kMuch = size_t{160} << 20, kMost = size_t{512} << 20;
+  constexpr size_t kMuch = size_t{320} << 20, kMost = size_t{512} << 20;
   ScratchLayout one;
   if (has_factors_of_window(problem)) take_factors(one, problem, 1, true);
   const int64_t V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
-  one.take<uint16_t>(problem.sizes.num_value_heads * V * (K + kChunkRows));
-  const int64_t four = std::min<int64_t>(count_for(chunk, one.bytes(), kMuch, context), 4);
-  return windows_of(chunk, std::max(four, count_for(chunk, one.bytes(), kMost, context)));
+  one.take<uint16_t>(problem.sizes.num_value_heads * V * K);
+  const int64_t count = count_for(chunk, one.bytes(), kMost, context);
+  return windows_of(chunk, count_for(chunk, one.bytes(), kMuch, context) > 1 ? std::max<int64_t>(count, 3) : count);
 }
 
 struct Scratch {
@@ -119,7 +143,7 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
   scratch.flags = layout.take<uint32_t>(runs_beside(problem) ? count_flags(problem, chunk) + windows.count : 0);
   scratch.S = layout.take<uint16_t>(has_states(problem) ? 0 : chunk.num_chunks * HV * V * K);
   scratch.G = layout.take<uint16_t>(slots * HV * V * K);
-  scratch.Y = layout.take<uint16_t>(slots * HV * V * kChunkRows);
+  scratch.Y = layout.take<uint16_t>(has_room_for_Y(problem) ? 0 : rows_of_Y(problem) * width_of_Y(problem));
   scratch.carried = take_carried(layout, problem, windows);
   scratch.parameter_parts = layout.take<double>(parameter_sums(problem, chunk).count());
   const int64_t key_sums = (has_decay_per_channel(problem) ? kKeySumsPerChannel : kKeySums) * kChunkRows * K;
@@ -213,7 +237,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   args.vector_dq = vectors(call.dq);
   args.vector_dk = vectors(call.dk);
   args.vector_dv = vectors(call.dv);
-  args.padded_v = static_cast<int>(padded_v(problem));
+  args.padded_v = args.chunk.padded_v();
 
   const Windows windows = back_windows(problem, args.chunk, context);
   ScratchLayout measure;
@@ -227,7 +251,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   if (!call.kept.present() && !args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
   ParameterSums sums = parameter_sums(problem, args.chunk);
   args.G = scratch.G;
-  args.Y = scratch.Y;
+  args.Y = has_room_for_Y(problem) ? args.dv : scratch_Y(problem, scratch.Y);
   args.parameter_parts = sums.parts = sums.wanted() ? scratch.parameter_parts : nullptr;
   args.key_sums = sums_keys(problem) ? scratch.key_sums : nullptr;
   if (args.chunk.num_chunks > 0) provide_states(problem, scratch, args, context);

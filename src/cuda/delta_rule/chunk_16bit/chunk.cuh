@@ -10,6 +10,7 @@
 #include "cuda/common/warp.cuh"
 #include "cuda/delta_rule/chunk.cuh"
 #include "cuda/delta_rule/chunk_16bit/config.h"
+#include "cuda/delta_rule/chunk_16bit/gate.cuh"
 
 namespace fastweight::cuda::chunk_16bit {
 
@@ -37,11 +38,12 @@ inline constexpr int kBetaFactor = kPerChannel ? 0 : kOnValue;
 enum RowNumber { kGamma, kRstdOfQ, kRstdOfK };
 inline constexpr int kRowNumbers = 3;
 
-// What a window hands to the next one, [B, HV]: of every row the state where they meet, in fp32; or, on the way back,
-// its gradient. Two of each, because the row of a call with offsets may have one sequence that takes and another that
-// gives.
+// What a window hands to the next one, of every row: the state where they meet, in fp32; or, on the way back, its
+// gradient. [B, HV, ranges of columns], each as the registers of the block's threads. Two of them, because the row of a
+// call with offsets may have one sequence that takes and another that gives.
 struct WindowStates {
-  DeviceStates taken, given;
+  const float* taken = nullptr;
+  float* given = nullptr;
 };
 
 struct ChunkArgs {
@@ -62,6 +64,8 @@ struct ChunkArgs {
   // 16 bytes, which are then written so; else 0.
   int state_width = 0;
 
+  // Value columns of all blocks of a scan, at least.
+  FW_HOST_DEVICE int padded_v() const { return (problem.head_dim_v + 63) / 64 * 64; }
   // Where the factors of a chunk, of all value heads, begin.
   __device__ __forceinline__ int64_t factors_at(int64_t chunk) const {
     return (factors_of_window ? window.slot_of(chunk) : chunk) * problem.num_value_heads;
@@ -98,7 +102,6 @@ __device__ __forceinline__ void copy_tile(const SharedTile<kColumns>& tile, cons
 
 // log2 of a decay. Below 2^-149 there is no positive float; the bound keeps sums of the logarithms small. NaN stays NaN.
 __device__ __forceinline__ float log2_decay(const DeltaRuleDeviceProblem& problem, float x, float rate, float bias) {
-  constexpr float kLog2E = 1.4426950408889634f;
   return max_or_nan(log_decay(problem, x, rate, bias) * kLog2E, -150.0f);
 }
 

@@ -65,8 +65,12 @@ __device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, con
     for (int e = 0; e < count; ++e) bias[e] = gate_bias(p, head, channel + e);
   }
   const auto place = [&](int row) { return reinterpret_cast<float4*>(decay + row * kK + channel); };
-  const auto decay_of = [&](int row, int e, float x) {
-    return row < span.length && e < count ? exp2_approx(log2_decay(p, x, rate, bias[e])) : 1.0f;
+  const auto decays_of = [&]<GateKind kKind>(int row, float(&x)[4]) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float value = gate_of<kKind>(p, x[e], rate, bias[e]).decay;
+      x[e] = row < span.length && e < count ? value : 1.0f;
+    }
   };
   with_type(p.g.dtype, [&](auto type) {
     constexpr DType kType = decltype(type)::value;
@@ -85,20 +89,20 @@ __device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, con
       const int row = first + i * kStep;
       float x[4];
       decode_vec4<kType>(raw[i], x);
-      if (!p.gate_in_kernel) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = decay_of(row, e, x[e]);
-      }
+      if (!p.gate_in_kernel) decays_of.template operator()<GateKind::kGiven>(row, x);
       *place(row) = make_float4(x[0], x[1], x[2], x[3]);
     }
   });
   if (!p.gate_in_kernel) return;
-#pragma unroll 1
-  for (int row = first; row < kChunkRows; row += kStep) {  // once in the code: the activations are long
-    const float4 x = *place(row);
-    *place(row) =
-        make_float4(decay_of(row, 0, x.x), decay_of(row, 1, x.y), decay_of(row, 2, x.z), decay_of(row, 3, x.w));
-  }
+  with_gate_kind(p, [&](auto kind) {  // once in the code, not for every type of the gate
+#pragma unroll 2
+    for (int row = first; row < kChunkRows; row += kStep) {
+      const float4 from = *place(row);
+      float x[4] = {from.x, from.y, from.z, from.w};
+      decays_of.template operator()<decltype(kind)::value>(row, x);
+      *place(row) = make_float4(x[0], x[1], x[2], x[3]);
+    }
+  });
 }
 
 template <DType kType>

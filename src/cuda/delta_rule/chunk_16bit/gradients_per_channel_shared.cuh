@@ -1,7 +1,6 @@
 // Of the kernel in gradients_per_channel.cuh: its tiles and what a block has in shared memory.
 #pragma once
 
-#include <algorithm>
 #include <type_traits>
 
 #include "cuda/common/launch.h"
@@ -112,7 +111,7 @@ struct Shared {
   };
   union {
     struct {
-      alignas(128) Values R, Y;  // transposed: steps 1 to 3
+      alignas(128) Values R, Y;  // R transposed: steps 1 to 3
     } columns;
     struct {
       alignas(128) Keys q, k;  // rising: steps 4 and 5
@@ -179,9 +178,7 @@ __device__ __forceinline__ void load_values(const GradientArgs& args, const Item
 template <int kK>
 __device__ __forceinline__ void load_columns(const GradientArgs& args, const Item& item, Shared<kK>& s, int thread) {
   using X = Shape<kK>;
-  copy_rows<X::kColumns, X::kThreads>(SharedTile<kChunkRows>(s.columns.Y),
-                                      args.Y + (item.slot * args.padded_v + item.column) * kChunkRows, kChunkRows,
-                                      args.padded_v - item.column, kChunkRows, thread);
+  load_Y<X::kThreads>(args, SharedTile<X::kColumns>(s.columns.Y), item, thread);
   if (thread >= kChunkRows) return;
   const ChunkFactors& factors = args.chunk.factors;
   const float* row = factors.row + item.factors * kRowNumbers * kChunkRows + thread;
@@ -226,53 +223,6 @@ __device__ __forceinline__ void prefetch_operands(const GradientArgs& args, cons
   const int lines = min(kColumns, args.padded_v - item.column) * (kK / 64);
 #pragma unroll 1
   for (int at = thread; at < lines; at += kThreads) prefetch(G + 64 * at);
-}
-
-// The gate, as token.cuh and adjoints.cuh have it, by the special function unit: this kernel needs each decay twice.
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
-// 1 / (1 + 2^x)
-__device__ __forceinline__ float sigmoid_of_log2(float x) { return reciprocal_approx(1.0f + exp2_approx(x)); }
-
-// The relative error is below 2^-14; it is largest where the series ends, at e^x = 2^-8.
-__device__ __forceinline__ float softplus_approx(float x) {
-  const float e = exp2_approx(kLog2E * x);
-  const float series = e * fmaf(-e, fmaf(-e, 1.0f / 3, 0.5f), 1.0f), log = kLn2 * log2_approx(1.0f + e);
-  return x > 20.0f ? x : e < 0x1p-8f ? series : log;
-}
-
-enum class GateKind { kGiven, kSoftplus, kBounded };
-
-// body(std::integral_constant<GateKind, kind>), around a loop.
-template <class Body>
-__device__ __forceinline__ void with_gate_kind(const DeltaRuleDeviceProblem& p, const Body& body) {
-  if (!p.gate_in_kernel) {
-    body(std::integral_constant<GateKind, GateKind::kGiven>());
-  } else if (p.has_lower_bound) {
-    body(std::integral_constant<GateKind, GateKind::kBounded>());
-  } else {
-    body(std::integral_constant<GateKind, GateKind::kSoftplus>());
-  }
-}
-
-// exp(g) of what the gate tensor holds, and what dg is multiplied with: for the gradient of that, and for the element's
-// term of dA_log.
-struct Gate {
-  float decay, dx, a_log;
-};
-
-template <GateKind kKind>
-__device__ __forceinline__ Gate gate_of(const DeltaRuleDeviceProblem& p, float x, float rate, float bias) {
-  const float z = x + bias;
-  if constexpr (kKind == GateKind::kBounded) {
-    const float y = sigmoid_of_log2((-kLog2E * rate) * z), dx = (p.lower_bound * rate) * fmaf(-y, y, y);
-    return {exp2_approx((kLog2E * p.lower_bound) * y), dx, dx * z};
-  } else if constexpr (kKind == GateKind::kSoftplus) {
-    const float g = -rate * softplus_approx(z);
-    return {exp2_approx(kLog2E * g), -rate * sigmoid_of_log2(-kLog2E * z), g};
-  } else {
-    return {exp2_approx(kLog2E * x), 1, 0};
-  }
 }
 
 }  // namespace

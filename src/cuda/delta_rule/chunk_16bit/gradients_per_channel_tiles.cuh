@@ -114,7 +114,7 @@ __device__ __forceinline__ void store_gates(const GradientArgs& args, const Item
     if (kKind != GateKind::kGiven) load_gates(p, item, own, x);  // again: kept, they would cost registers
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const Gate gate = gate_of<kKind>(p, x[i], own.rate, own.bias);
+      const GateTerms gate = gate_of<kKind>(p, x[i], own.rate, own.bias);
       a_log_sum += i < own.count ? gate.a_log * dg[i] : 0.0f;
       dg[i] *= gate.dx;
       bias_sum += i < own.count ? dg[i] : 0.0f;
@@ -243,7 +243,7 @@ struct MildTile {
   }
 
   // From dg to the gradient of what the gate tensor holds.
-  __device__ __forceinline__ void finish_gates(int first, const Gate (&gate)[kStep][2], float2 (&dg)[kStep]) {
+  __device__ __forceinline__ void finish_gates(int first, const GateTerms (&gate)[kStep][2], float2 (&dg)[kStep]) {
     if (own.rows - first < kStep || own.columns <= 1) {
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
@@ -260,7 +260,7 @@ struct MildTile {
     if (args.dg.present()) dg_rows.store(own.rows - first, own.columns, dg);
   }
 
-  __device__ __forceinline__ void gates_of(Gate (&gate)[kStep][2]) const {
+  __device__ __forceinline__ void gates_of(GateTerms (&gate)[kStep][2]) const {
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
     float2 x[kStep];
     decode_pairs(p.g.dtype, next_g, x);
@@ -295,7 +295,7 @@ struct MildTile {
         const float2 raw_q = unpack<kType>(next_q[i].x), raw_k = unpack<kType>(next_k[i].x);
         keys[i] = TokenKeys(raw_q, raw_k, rstd_q.x[i], rstd_k.x[i], beta.x[i]);
       }
-      Gate gate[kStep][2];
+      GateTerms gate[kStep][2];
       gates_of(gate);
       load(first + kStep);
       float2 dg[kStep];

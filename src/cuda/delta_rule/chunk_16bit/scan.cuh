@@ -151,18 +151,22 @@ struct Scan {
   }
 
   __device__ __forceinline__ void load_states(int K, int V, float (&S)[kTiles][kK / 8][4]) const {
-    const StateAddress place = edge_state(args.initial_state, args.carried.taken, walk.opens, part, walk);
-    if (!place.exists) return;
+    if (!walk.opens) {
+      take_carried<kTiles, kK, kPairs>(args, part, walk, S);
+      return;
+    }
+    if (!args.initial_state.present()) return;
+    const int64_t base = state_offset(args.initial_state, part);
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      load_state<kK>(place.states, place.offset, part.column + row + 16 * i, K, V, lane, S[i]);
+      load_state<kK>(args.initial_state, base, part.column + row + 16 * i, K, V, lane, S[i]);
     }
   }
 
   // The state before chunk c of the walk, or after the last one.
   __device__ __forceinline__ void save_states(int c, bool last, int K, int V, float (&S)[kTiles][kK / 8][4]) const {
-    const StateAddress place = last ? edge_state(args.final_state, args.carried.given, walk.closes, part, walk)
-                                    : chunk_state_address(args, part, walk.span.batch, walk.position + c);
+    const StateAddress place =
+        last ? final_state_address(args, part) : chunk_state_address(args, part, walk.span.batch, walk.position + c);
     const int there = opaque_below<kWarpSize>(lane);
     if (place.exists) {
 #pragma unroll
@@ -191,6 +195,7 @@ struct Scan {
       // Where registers are short, no address is kept from chunk to chunk; elsewhere that costs time.
       const int here = kPerChannel || kK > 128 ? opaque_below<kWarpSize>(lane) : lane;
       const bool last = c == walk.chunks;
+      if (last && !walk.closes) return give_carried<kTiles, kK, kPairs>(args, part, walk, S);
       if (last || (args.chunk_states.present() && args.state_width == 0)) save_states(c, last, K, V, S);
       if (last) return;
       stages.consumer_wait();
@@ -247,8 +252,10 @@ struct Scan {
         stages.producer_commit();
       }
       if (args.o.present()) {
+        hand_over_values<kType, kTiles>(current.values(), row, lane, O);
+        __syncwarp();
         store_values<kType, kTiles>(args.o, args.vector_outputs, args.problem.head_dim_v, current.values(), row, lane,
-                                    o, static_cast<int>(min(walk.span.length - c * C, C)), part.column, O);
+                                    o, static_cast<int>(min(walk.span.length - c * C, C)), part.column);
       }
     }
   }
@@ -263,14 +270,13 @@ __global__ void __launch_bounds__(2 * kPairs * kWarpSize, 1)
   auto& exchange = dynamic_shared<WarpExchange<kK, Part::kColumns>>();
   auto* stage = reinterpret_cast<typename Part::Stages>(&exchange + 1);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const DeltaRuleDeviceProblem& p = args.problem;
   for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
-    const ScanPart part = scan_part_at(p, args.chunked, at, Part::kColumns);
-    const Walk walk = walk_of(args, part);
-    if (!walk.exists) continue;
+    BlockWork& work = exchange.work;
+    begin_work(args, at, args.problem.head_dim_v, Part::kColumns, work);
     const int row = warp % kPairs * 16 * kTiles;
-    const Part scan{args, part, walk, exchange, stage, two_stages, row, lane};
-    if (warp < kPairs) {
+    const Part scan{args, work.part, work.walk, exchange, stage, two_stages, row, lane};
+    if (!work.walk.exists) {
+    } else if (warp < kPairs) {
       scan.advance_states();
     } else {
       scan.compute_outputs(static_cast<int>(threadIdx.x) - kPairs * kWarpSize);

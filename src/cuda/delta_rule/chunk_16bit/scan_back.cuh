@@ -4,7 +4,7 @@
 // the registers of half of its warps:
 //
 //     state warps   X = G^T k^T    dR^T = w X + d_o^T sP    Y^T = dR^T J    G^T = e_n G^T + scale e d_o^T q - beta e Y^T k
-//     copy warps    operands of the next chunk; G, Y and dv = beta Y to memory
+//     copy warps    operands of the next chunk; G and Y to memory
 //
 // G and Y pass through shared memory as operands, the form in which the gradients of the chunk want them. Where this scan
 // leaves multiprocessors idle, the gradients of a chunk begin there as soon as both are in memory.
@@ -39,7 +39,7 @@ __device__ __forceinline__ void multiply_by_lower(const uint32_t (&left)[kTiles]
 
 // X = G^T k^T becomes Y^T, which is handed over.
 template <DType kType, int kTiles, int kK, bool kPerChannel, int kColumns>
-__device__ __forceinline__ void finish_Y(Stage<kK, kPerChannel, kColumns>& stage, const SharedTile<kChunkRows>& handed,
+__device__ __forceinline__ void finish_Y(Stage<kK, kPerChannel, kColumns>& stage, BackExchange<kK, kColumns>& exchange,
                                          int row, int lane, Sums<kTiles>& X) {
   if constexpr (!kPerChannel) {
 #pragma unroll
@@ -61,15 +61,7 @@ __device__ __forceinline__ void finish_Y(Stage<kK, kPerChannel, kColumns>& stage
   clear<kTiles>(X);
 #pragma unroll
   for (int m = 0; m < kChunkRows / 16; ++m) multiply_by_lower<kType, kTiles>(dR[m], {stage.J}, m, lane, X);
-#pragma unroll
-  for (int m = 0; m < kChunkRows / 16; ++m) {
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      uint32_t a[4];
-      pack_a<kType>(X[i][2 * m], X[i][2 * m + 1], a);
-      handed.store_a(row + 16 * i, m, lane, a);
-    }
-  }
+  hand_over_values<kType, kTiles>(exchange.Y(), row, lane, X);
 }
 
 // G += left right for 16 tokens, rows [16 m, +16) of right.
@@ -174,11 +166,13 @@ struct BackScan {
   __device__ __forceinline__ void retreat_states() const {
     const int K = args.chunk.problem.head_dim_k, V = args.chunk.problem.head_dim_v;
     float G[kTiles][kK / 8][4] = {};
-    const StateAddress after = edge_state(args.d_final_state, args.chunk.carried.taken, walk.closes, part, walk);
-    if (after.exists) {
+    if (!walk.closes) {
+      take_carried<kTiles, kK, kPairs>(args.chunk, part, walk, G);
+    } else if (args.d_final_state.present()) {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        load_state<kK>(after.states, after.offset, part.column + row + 16 * i, K, V, lane, G[i]);
+        load_state<kK>(args.d_final_state, state_offset(args.d_final_state, part), part.column + row + 16 * i, K, V,
+                       lane, G[i]);
       }
     }
     for (int turn = 0; turn < walk.chunks; ++turn) {
@@ -189,51 +183,21 @@ struct BackScan {
       clear<kTiles>(X);
       read_state<kType, kK, kTiles>(G, exchange.G(), row, current.writer(), here, X);
       G_ready.arrive();
-      finish_Y<kType, kTiles>(current, exchange.Y(), row, here, X);
+      finish_Y<kType, kTiles>(current, exchange, row, here, X);
       Y_ready.arrive();
       retreat_state<kType, kTiles>(current, row, here, X, G);
       if (turn + 1 < walk.chunks) stages.consumer_release(turn);
     }
-    const StateAddress before = edge_state(args.d_initial_state, args.chunk.carried.given, walk.opens, part, walk);
-    if (before.exists) {
+    if (!walk.opens) {
+      give_carried<kTiles, kK, kPairs>(args.chunk, part, walk, G);
+    } else if (args.d_initial_state.present()) {
       const int there = opaque_below<kWarpSize>(lane);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        store_state<kK>(before.states, before.offset, part.column + row + 16 * i, K, V, there, G[i]);
+        store_state<kK>(args.d_initial_state, state_offset(args.d_initial_state, part), part.column + row + 16 * i, K,
+                        V, there, G[i]);
       }
     }
-  }
-
-  // Y, rounded, to memory, and dv = beta Y to the caller.
-  __device__ __forceinline__ void save_Y(const OneStage& current, int c, int64_t slot, int count) const {
-    const int column = part.column + row;
-    store_handed<16 * kTiles>(exchange.Y(), row, args.padded_v - column, kChunkRows, lane,
-                              args.Y + (slot * args.padded_v + column) * kChunkRows, kChunkRows);
-    if (!args.dv.present()) return;
-    const DeltaRuleDeviceProblem& p = args.chunk.problem;
-    const int64_t C = args.chunk.chunked.chunk_size;
-    Sums<kTiles> dv;
-#pragma unroll
-    for (int m = 0; m < kChunkRows / 16; ++m) {
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        uint32_t a[4];
-        exchange.Y().load_a(row + 16 * i, m, lane, a);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float2 y = unpack<kType>(a[e]);
-          dv[i][2 * m + e / 2][e % 2 * 2] = y.x;
-          dv[i][2 * m + e / 2][e % 2 * 2 + 1] = y.y;
-        }
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
-      scale_tokens<kTiles>(current.token, kBetaFactor<kPerChannel>, n, lane, dv);
-    }
-    store_values<kType, kTiles>(args.dv, args.vector_dv, p.head_dim_v, exchange.dv(), row, lane,
-                                row_offset(args.dv, walk.span.batch, walk.span.begin + c * C, part.head), count,
-                                part.column, dv);
   }
 
   __device__ __forceinline__ void copy(int thread) const {
@@ -267,7 +231,9 @@ struct BackScan {
       store_handed<16 * kTiles>(exchange.G(), row, args.padded_v - column, kK, lane,
                                 args.G + (slot * args.padded_v + column) * kK, kK);
       Y_ready.wait();
-      save_Y(current, c, slot, static_cast<int>(min(walk.span.length - c * C, C)));
+      store_values<kType, kTiles>(args.Y, true, p.head_dim_v, exchange.Y(), row, lane,
+                                  row_offset(args.Y, walk.span.batch, walk.span.begin + c * C, part.head),
+                                  static_cast<int>(min(walk.span.length - c * C, C)), part.column);
       if (two_stages && more) {
         wait_copies<0>();
         stages.producer_commit();
@@ -292,14 +258,13 @@ __global__ void __launch_bounds__(2 * kPairs * kWarpSize, 1)
   auto& exchange = dynamic_shared<BackExchange<kK, Part::kColumns>>();
   auto* stage = reinterpret_cast<typename Part::OneStage*>(&exchange + 1);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const ChunkArgs& chunk = args.chunk;
   for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
-    const ScanPart part = scan_part_at(chunk.problem, chunk.chunked, at, args.padded_v, Part::kColumns);
-    const Walk walk = walk_of(chunk, part);
-    if (!walk.exists) continue;
+    BlockWork& work = exchange.work;
+    begin_work(args.chunk, at, args.padded_v, Part::kColumns, work);
     const int row = warp % kPairs * 16 * kTiles;
-    const Part scan{args, part, walk, exchange, stage, two_stages, row, lane};
-    if (warp < kPairs) {
+    const Part scan{args, work.part, work.walk, exchange, stage, two_stages, row, lane};
+    if (!work.walk.exists) {
+    } else if (warp < kPairs) {
       scan.retreat_states();
     } else {
       scan.copy(static_cast<int>(threadIdx.x) - kPairs * kWarpSize);

@@ -102,12 +102,10 @@ __device__ __forceinline__ void read_state(const float (&S)[kTiles][kK / 8][4], 
   }
 }
 
-// The warp's columns of o or dv, [row, row + 16 kTiles) of the block's, through a tile to `rows` rows of the caller's
-// tensor, the first at `offset`. `first` is the block's first column, V the tensor's width.
+// The warp's columns of o or Y to a tile of [64 x columns], rounded.
 template <DType kType, int kTiles, int kColumns>
-__device__ __forceinline__ void store_values(const DeviceTensor& x, bool vectors, int V,
-                                             const SharedTile<kColumns>& tile, int row, int lane, int64_t offset,
-                                             int rows, int first, const Sums<kTiles>& sums) {
+__device__ __forceinline__ void hand_over_values(const SharedTile<kColumns>& tile, int row, int lane,
+                                                 const Sums<kTiles>& sums) {
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -117,7 +115,14 @@ __device__ __forceinline__ void store_values(const DeviceTensor& x, bool vectors
       tile.store_c_transposed(16 * m, row / 16 + i, lane, c);
     }
   }
-  __syncwarp();
+}
+
+// The warp's columns of such a tile, [row, row + 16 kTiles) of the block's, to `rows` rows of a tensor, the first at
+// `offset`. `first` is the block's first column, V the tensor's width.
+template <DType kType, int kTiles, int kColumns>
+__device__ __forceinline__ void store_values(const DeviceTensor& x, bool vectors, int V,
+                                             const SharedTile<kColumns>& tile, int row, int lane, int64_t offset,
+                                             int rows, int first) {
   constexpr int kSegments = 2 * kTiles, kStep = kWarpSize / kSegments;  // of a row of the warp; rows at a time
   const int64_t row_stride = x.strides[1], stride = x.strides[3];
   const int segment = row / 8 + lane % kSegments, column = first + 8 * segment;

@@ -131,30 +131,24 @@ inline int64_t count_for(const ChunkArgs& args, size_t bytes, size_t most, const
   return static_cast<int64_t>((static_cast<size_t>(args.num_chunks) * bytes + most - 1) / most);
 }
 
-// The states between the windows, twice: each window takes those of one array and gives those of the other.
+// The states between the windows, twice: each window takes those of one array and gives those of the other. Blocks of
+// 128 columns are the widest, and have registers for all of them.
+template <class Problem>
+int64_t carried_floats(const Problem& problem) {
+  const DeltaRuleSizes& sizes = problem.sizes;
+  return sizes.batch * sizes.num_value_heads * padded_k(sizes.head_dim_k) * ((sizes.head_dim_v + 127) / 128 * 128);
+}
+
 template <class Problem>
 float* take_carried(ScratchLayout& layout, const Problem& problem, const Windows& windows) {
-  const DeltaRuleSizes& sizes = problem.sizes;
-  const int64_t states = sizes.batch * sizes.num_value_heads * sizes.head_dim_k * sizes.head_dim_v;
-  return layout.take<float>(windows.count > 1 ? 2 * states : 0);
+  return layout.take<float>(windows.count > 1 ? 2 * carried_floats(problem) : 0);
 }
 
 // Of the n-th window that is worked on.
 template <class Problem>
 WindowStates carried_states(const Problem& problem, float* data, int64_t n) {
-  const DeltaRuleSizes& sizes = problem.sizes;
-  const int64_t K = sizes.head_dim_k, V = sizes.head_dim_v, HV = sizes.num_value_heads;
-  const auto states = [&](int64_t which) {
-    DeviceStates x;
-    x.data = data + which * sizes.batch * HV * K * V;
-    x.dtype = DType::kF32;
-    x.k_stride = 1;
-    x.v_stride = K;
-    x.outer_strides[1] = K * V;
-    x.outer_strides[0] = HV * K * V;
-    return x;
-  };
-  return {states(n % 2), states((n + 1) % 2)};
+  const int64_t floats = carried_floats(problem);
+  return {data + n % 2 * floats, data + (n + 1) % 2 * floats};
 }
 
 // Of the window's chunks.

@@ -33,6 +33,7 @@ struct Stage {
 // What the two kinds of warps hand each other: S^T of the chunk's start and R^T, rounded to operands. A row per column.
 template <int kK, int kColumns>
 struct WarpExchange {
+  BlockWork work;
   alignas(128) uint16_t state[kColumns * kK];
   alignas(128) uint16_t written[kColumns * kChunkRows];
 
@@ -45,18 +46,17 @@ constexpr size_t scan_bytes(int stages) {
   return sizeof(WarpExchange<kK, kColumns>) + static_cast<size_t>(stages) * sizeof(Stage<kK, kPerChannel, kColumns>);
 }
 
-// The same of the scan back: G^T of the chunk's end and Y^T; and dv on its way to memory.
+// The same of the scan back: G^T of the chunk's end, and Y.
 template <int kK, int kColumns>
 struct BackExchange {
   static constexpr int kPaddedColumns = (kColumns + 63) / 64 * 64;
 
+  BlockWork work;
   alignas(128) uint16_t G_rows[kColumns * kK];
-  alignas(128) uint16_t Y_rows[kColumns * kChunkRows];
-  alignas(128) uint16_t dv_rows[kChunkRows * kPaddedColumns];
+  alignas(128) uint16_t Y_rows[kChunkRows * kPaddedColumns];
 
   __device__ SharedTile<kK> G() { return {G_rows}; }
-  __device__ SharedTile<kChunkRows> Y() { return {Y_rows}; }
-  __device__ SharedTile<kPaddedColumns> dv() { return {dv_rows}; }
+  __device__ SharedTile<kPaddedColumns> Y() { return {Y_rows}; }
 };
 
 template <int kK, bool kPerChannel, int kColumns>

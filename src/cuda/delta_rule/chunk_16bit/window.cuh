@@ -40,12 +40,61 @@ __device__ __forceinline__ Walk walk_of(const ChunkArgs& args, const ScanPart& p
   return walk;
 }
 
-// A state at the edge of a walk: the caller's, of the sequence, or one that the windows hand on, of the row.
-__device__ __forceinline__ StateAddress edge_state(const DeviceStates& of_sequence, const DeviceStates& of_row,
-                                                   bool at_edge, const ScanPart& part, const Walk& walk) {
-  const DeviceStates states = at_edge ? of_sequence : of_row;
-  const int64_t outer = at_edge ? part.sequence : walk.span.batch;
-  return {states, outer * states.outer_strides[0] + part.head * states.outer_strides[1], states.present()};
+// What a block is at: in shared memory, because the registers of the scans are few.
+struct BlockWork {
+  ScanPart part;
+  Walk walk;
+};
+
+// Of the block's part `at`, found by one thread. All threads leave the part before it.
+__device__ __forceinline__ void begin_work(const ChunkArgs& args, int64_t at, int width, int columns, BlockWork& work) {
+  if (threadIdx.x == 0) {
+    work.part = scan_part_at(args.problem, args.chunked, at, width, columns);
+    work.walk = walk_of(args, work.part);
+  }
+  __syncthreads();
+}
+
+// Where a walk's share of the states between windows begins: those of the thread's registers, a piece of kThreads float4
+// after the other.
+template <class Float>
+__device__ __forceinline__ Float* carried_at(const ChunkArgs& args, Float* states, const ScanPart& part,
+                                             const Walk& walk, int columns, int floats, int thread) {
+  const int ranges = (args.padded_v() + columns - 1) / columns;
+  const int64_t head = walk.span.batch * args.problem.num_value_heads + part.head;
+  return states + (head * ranges + part.column / columns) * floats + 4 * thread;
+}
+
+// The state in the registers of the block's first kPairs warps, from the window before or to the next.
+template <int kTiles, int kK, int kPairs>
+__device__ __forceinline__ void take_carried(const ChunkArgs& args, const ScanPart& part, const Walk& walk,
+                                             float (&S)[kTiles][kK / 8][4]) {
+  constexpr int kThreads = kPairs * kWarpSize, kColumns = 16 * kTiles * kPairs;
+  const float* from =
+      carried_at(args, args.carried.taken, part, walk, kColumns, kColumns * kK, static_cast<int>(threadIdx.x));
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kK / 8; ++n) {
+      const float4 x = *reinterpret_cast<const float4*>(from + (i * (kK / 8) + n) * 4 * kThreads);
+      S[i][n][0] = x.x, S[i][n][1] = x.y, S[i][n][2] = x.z, S[i][n][3] = x.w;
+    }
+  }
+}
+
+template <int kTiles, int kK, int kPairs>
+__device__ __forceinline__ void give_carried(const ChunkArgs& args, const ScanPart& part, const Walk& walk,
+                                             const float (&S)[kTiles][kK / 8][4]) {
+  constexpr int kThreads = kPairs * kWarpSize, kColumns = 16 * kTiles * kPairs;
+  float* to = carried_at(args, args.carried.given, part, walk, kColumns, kColumns * kK, static_cast<int>(threadIdx.x));
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kK / 8; ++n) {
+      *reinterpret_cast<float4*>(to + (i * (kK / 8) + n) * 4 * kThreads) =
+          make_float4(S[i][n][0], S[i][n][1], S[i][n][2], S[i][n][3]);
+    }
+  }
 }
 
 }  // namespace fastweight::cuda::chunk_16bit
