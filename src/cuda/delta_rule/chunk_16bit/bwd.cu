@@ -73,28 +73,6 @@ bool runs_beside(const DeltaRuleBackwardProblem& problem) {
   return 4 * blocks <= 3 * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
 }
 
-// Whether Y can lie in dv until dv takes its place.
-bool has_room_for_Y(const DeltaRuleBackwardProblem& problem) {
-  const TensorView& dv = problem.args.dv;
-  return dv.present() && dv.dtype == problem.args.in.k.dtype && has_vectors(dv);
-}
-
-int64_t rows_of_Y(const DeltaRuleBackwardProblem& problem) {
-  return problem.sizes.batch * problem.sizes.tokens * problem.sizes.num_value_heads;
-}
-int64_t width_of_Y(const DeltaRuleBackwardProblem& problem) { return (problem.sizes.head_dim_v + 7) / 8 * 8; }
-
-DeviceTensor scratch_Y(const DeltaRuleBackwardProblem& problem, uint16_t* data) {
-  DeviceTensor Y;
-  Y.data = data;
-  Y.dtype = problem.args.in.k.dtype;
-  Y.strides[3] = 1;
-  Y.strides[2] = width_of_Y(problem);
-  Y.strides[1] = problem.sizes.num_value_heads * Y.strides[2];
-  Y.strides[0] = problem.sizes.tokens * Y.strides[1];
-  return Y;
-}
-
 // The states are those of the caller, or at least made of them: no scan forward has to be repeated.
 bool knows_states(const DeltaRuleBackwardProblem& problem) { return problem.args.chunk_states.present(); }
 
@@ -103,16 +81,16 @@ bool has_factors_of_window(const DeltaRuleBackwardProblem& problem) {
   return knows_states(problem) && !problem.args.kept.present();
 }
 
-// What G and the factors take is divided by three where it is much, and then kept below a bound. More windows, or fewer
+// What G, Y and the factors take is divided by four where it is much, and then kept below a bound. More windows, or fewer
 // chunks in them, cost time (measured on an H200, 96 heads of 8192 tokens: 0.04 to 0.06 ms each of 2 ms).
 Windows back_windows(const DeltaRuleBackwardProblem& problem, const ChunkArgs& chunk, const Context& context) {
   constexpr size_t kMuch = size_t{320} << 20, kMost = size_t{512} << 20;
   ScratchLayout one;
   if (has_factors_of_window(problem)) take_factors(one, problem, 1, true);
   const int64_t V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
-  one.take<uint16_t>(problem.sizes.num_value_heads * V * K);
+  one.take<uint16_t>(problem.sizes.num_value_heads * V * (K + kChunkRows));
   const int64_t count = count_for(chunk, one.bytes(), kMost, context);
-  return windows_of(chunk, count_for(chunk, one.bytes(), kMuch, context) > 1 ? std::max<int64_t>(count, 3) : count);
+  return windows_of(chunk, count_for(chunk, one.bytes(), kMuch, context) > 1 ? std::max<int64_t>(count, 4) : count);
 }
 
 struct Scratch {
@@ -143,7 +121,7 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
   scratch.flags = layout.take<uint32_t>(runs_beside(problem) ? count_flags(problem, chunk) + windows.count : 0);
   scratch.S = layout.take<uint16_t>(has_states(problem) ? 0 : chunk.num_chunks * HV * V * K);
   scratch.G = layout.take<uint16_t>(slots * HV * V * K);
-  scratch.Y = layout.take<uint16_t>(has_room_for_Y(problem) ? 0 : rows_of_Y(problem) * width_of_Y(problem));
+  scratch.Y = layout.take<uint16_t>(slots * HV * V * kChunkRows);
   scratch.carried = take_carried(layout, problem, windows);
   scratch.parameter_parts = layout.take<double>(parameter_sums(problem, chunk).count());
   const int64_t key_sums = (has_decay_per_channel(problem) ? kKeySumsPerChannel : kKeySums) * kChunkRows * K;
@@ -251,7 +229,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   if (!call.kept.present() && !args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
   ParameterSums sums = parameter_sums(problem, args.chunk);
   args.G = scratch.G;
-  args.Y = has_room_for_Y(problem) ? args.dv : scratch_Y(problem, scratch.Y);
+  args.Y = scratch.Y;
   args.parameter_parts = sums.parts = sums.wanted() ? scratch.parameter_parts : nullptr;
   args.key_sums = sums_keys(problem) ? scratch.key_sums : nullptr;
   if (args.chunk.num_chunks > 0) provide_states(problem, scratch, args, context);

@@ -16,8 +16,8 @@
 // the inner products over K stay open.
 //
 // Four steps: the factors of every chunk and the states before it as in the forward, unless the caller kept the states;
-// the scan from the last chunk to the first (scan_back.cuh), which has dS on its way and leaves G and Y; the gradients of
-// every chunk, all chunks at once (gradients.cu, gradients_per_channel.cu); and the sums of the gates'
+// the scan from the last chunk to the first (scan_back.cuh), which has dS on its way, writes dv and leaves G and Y; the
+// gradients of every chunk, all chunks at once (gradients.cu, gradients_per_channel.cu); and the sums of the gates'
 // parameters over the chunks (../parameter_sums.h).
 #pragma once
 
@@ -49,8 +49,8 @@ struct GradientArgs {
   DeviceStates S;
   int S_width = 0;        // elements of a row that are there: K or more; zeros from K on
   uint16_t* G = nullptr;  // [slots][HV][padded_v][padded K], rounded to operands; slots of the window
-  DeviceTensor Y;    // [B, T, HV, V] of the type of the operands, rows in pieces of 16 bytes: dv, or scratch memory
-  int padded_v = 0;  // a multiple of 64; rows from V on are 0
+  uint16_t* Y = nullptr;  // [slots][HV][padded_v][64], transposed: a row per value column, 0 beyond the chunk's tokens
+  int padded_v = 0;       // a multiple of 64; rows from V on are 0
   BackProgress progress;  // absent: the gradients begin when the scan back has ended
 
   // The chunk's share of dA_log and ddt_bias, [chunks][HV][1 + width], width K per channel, else 1; absent where the

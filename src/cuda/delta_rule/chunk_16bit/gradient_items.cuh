@@ -132,45 +132,6 @@ __device__ __forceinline__ void load_value_rows(const SharedTile<kColumns>& tile
                                   vectors, thread);
 }
 
-// In scratch memory its rows are wide enough for whole pieces.
-template <int kThreads, int kColumns>
-__device__ __forceinline__ void load_Y(const GradientArgs& args, const SharedTile<kColumns>& tile, const Item& item,
-                                       int thread) {
-  load_value_rows<kThreads>(tile, args.Y, true, item, (args.chunk.problem.head_dim_v + 7) / 8 * 8, thread);
-}
-
-// dv = beta Y, which may be where Y was: it has been copied to the tile.
-template <DType kType, int kThreads, int kColumns>
-__device__ __forceinline__ void store_dv(const GradientArgs& args, const SharedTile<kColumns>& Y, const float* beta,
-                                         const Item& item, int thread) {
-  constexpr int kSegments = SharedTile<kColumns>::kSegments, kStep = kThreads / kSegments;
-  const DeviceTensor& x = args.dv;
-  const int segment = thread % kSegments, top = thread / kSegments, column = item.column + 8 * segment;
-  const int width = args.chunk.problem.head_dim_v - column;
-  if (!x.present() || width <= 0) return;
-  const int64_t start = row_offset(x, item.span.batch, item.span.begin, item.head) + column * x.strides[3];
-#pragma unroll 2
-  for (int row = top; row < kChunkRows; row += kStep) {
-    if (row >= item.span.length) continue;
-    const int64_t at = start + row * x.strides[1];
-    uint4 words = *reinterpret_cast<const uint4*>(Y.segment(row, segment));
-    uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
-    if (args.vector_dv) {
-#pragma unroll
-      for (uint32_t& pair : pairs) {
-        const float2 y = unpack<kType>(pair);
-        pair = pack<kType>(beta[row] * y.x, beta[row] * y.y);
-      }
-      *reinterpret_cast<uint4*>(static_cast<uint16_t*>(x.data) + at) =
-          make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-      continue;
-    }
-    for (int e = 0; e < 8 && e < width; ++e) {
-      store_float(x.data, x.dtype, at + e * x.strides[3], beta[row] * unpack<kType>(Y.segment(row, segment)[e]).x);
-    }
-  }
-}
-
 // Rows of q or k.
 template <int kThreads, int kK>
 __device__ __forceinline__ void load_key_rows(const ChunkArgs& args, const DeviceTensor& x, const Item& item,

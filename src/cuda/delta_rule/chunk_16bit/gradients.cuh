@@ -220,7 +220,6 @@ struct Gradients {
     if (has_token()) store_numbers(numbers, s, thread);
     wait_copies<0>();
     step();
-    store_dv<kType, X::kThreads>(args, s.Y_rows(), s.beta, item, thread);
     const BackProgress& progress = args.progress;
     uint32_t claimed = 0;
     if (thread == 0 && item.last && progress.present()) claimed = claim(progress.counter);

@@ -37,7 +37,7 @@ __device__ __forceinline__ void read_state(Shared<kK>& s, int block, int channel
   for (int m = 0; m < Shape<kK>::kColumns / 16; ++m) {
     uint32_t d_o[4], Y[4];
     s.value_rows().load_a(16 * block, m, lane, d_o);
-    s.Y_rows().load_a(16 * block, m, lane, Y);
+    s.Y_rows().load_c_transposed(16 * m, block, lane, Y);
 #pragma unroll
     for (int n = 0; n < Shape<kK>::kChannels / 16; ++n) {
       uint32_t b[4];

@@ -219,7 +219,7 @@ __device__ __forceinline__ void pairs_of_A(Shared<kK>& s, const PairTask& task, 
   constexpr int kCount = 2;
   Pairs<kCount> c = {}, kk = {};
   multiply_by_R<kType, kCount>(
-      s, task, lane, [&](int m, uint32_t(&a)[4]) { s.Y_rows().load_a(16 * task.row, m, lane, a); }, c);
+      s, task, lane, [&](int m, uint32_t(&a)[4]) { s.Y_rows().load_c_transposed(16 * m, task.row, lane, a); }, c);
 #pragma unroll 2
   for (int m = 0; m < kK / 16; ++m) {
     uint32_t a[4];

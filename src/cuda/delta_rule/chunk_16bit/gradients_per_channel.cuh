@@ -85,7 +85,6 @@ struct Gradients {
       for (const auto& yv : s.value_side.yv) sum += yv[thread];
       s.dbeta[thread] += sum;
     }
-    store_dv<kType, X::kThreads>(args, SharedTile<X::kColumns>(s.columns.Y), s.beta, item, thread);
     wait_copies<0>();
     __syncthreads();
     make_all_pairs<kType>(s, p.scale, static_cast<int>(item.span.length), uniform_warp(), thread_index() % kWarpSize);

@@ -25,7 +25,7 @@ __device__ __forceinline__ void residuals(Shared<kK>& s, int warp, int lane, uin
   Channels X = {};
   const SharedTile<kK> S(s.S);
   const TileColumns<Shape<kK>::kColumns> values(s.first.v, warp);
-  const TileColumns<Shape<kK>::kColumns> Y_rows(s.columns.Y, warp);
+  const SharedTile<kChunkRows> Y_rows(s.columns.Y);
 #pragma unroll 4
   for (int m = 0; m < kK / 16; ++m) {
     uint32_t a[4];
@@ -43,7 +43,7 @@ __device__ __forceinline__ void residuals(Shared<kK>& s, int warp, int lane, uin
   for (int m = 0; m < kTiles; ++m) {
     uint32_t v_pairs[4], Y_pairs[4];
     values.load_c_transposed(16 * m, 0, lane, v_pairs);
-    Y_rows.load_c_transposed(16 * m, 0, lane, Y_pairs);
+    Y_rows.load_a(16 * warp, m, lane, Y_pairs);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int j = 16 * m + 8 * h + 2 * (lane % 4), n = 2 * m + h;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void make_pairs(Shared<kK>& s, float scale, int token
   } else {
 #pragma unroll
     for (int m = 0; m < kColumns / 16; ++m) {
-      SharedTile<kColumns>(s.columns.Y).load_a(16 * row, m, lane, a);
+      SharedTile<kChunkRows>(s.columns.Y).load_c_transposed(16 * m, row, lane, a);
       add(m, a);
     }
   }
@@ -150,7 +150,7 @@ __device__ __forceinline__ void read_state(Shared<kK>& s, int warp, int lane, Ti
   constexpr int kColumns = Shape<kK>::kColumns;
   const TileColumns<kK> S(s.S, warp);
   const SharedTile<kColumns> d_o(s.d_o);
-  const SharedTile<kColumns> Y(s.columns.Y);
+  const SharedTile<kChunkRows> Y(s.columns.Y);
 #pragma unroll
   for (int m = 0; m < kColumns / 16; ++m) {
     uint32_t a[4];
@@ -161,7 +161,7 @@ __device__ __forceinline__ void read_state(Shared<kK>& s, int warp, int lane, Ti
       d_o.load_b(16 * n, m, lane, b);
       mma<kType>(query[n][0], a, b[0], b[1]);
       mma<kType>(query[n][1], a, b[2], b[3]);
-      Y.load_b(16 * n, m, lane, b);
+      Y.load_b_transposed(16 * m, n, lane, b);
       mma<kType>(reader[n][0], a, b[0], b[1]);
       mma<kType>(reader[n][1], a, b[2], b[3]);
     }

@@ -111,7 +111,7 @@ struct Shared {
   };
   union {
     struct {
-      alignas(128) Values R, Y;  // R transposed: steps 1 to 3
+      alignas(128) Values R, Y;  // transposed: steps 1 to 3
     } columns;
     struct {
       alignas(128) Keys q, k;  // rising: steps 4 and 5
@@ -178,7 +178,9 @@ __device__ __forceinline__ void load_values(const GradientArgs& args, const Item
 template <int kK>
 __device__ __forceinline__ void load_columns(const GradientArgs& args, const Item& item, Shared<kK>& s, int thread) {
   using X = Shape<kK>;
-  load_Y<X::kThreads>(args, SharedTile<X::kColumns>(s.columns.Y), item, thread);
+  copy_rows<X::kColumns, X::kThreads>(SharedTile<kChunkRows>(s.columns.Y),
+                                      args.Y + (item.slot * args.padded_v + item.column) * kChunkRows, kChunkRows,
+                                      args.padded_v - item.column, kChunkRows, thread);
   if (thread >= kChunkRows) return;
   const ChunkFactors& factors = args.chunk.factors;
   const float* row = factors.row + item.factors * kRowNumbers * kChunkRows + thread;

@@ -33,7 +33,7 @@ struct Shared {
     alignas(128) uint16_t values[kChunkRows * S::kColumns];  // v, then d_o
     alignas(128) uint16_t q[kChunkRows * kK];
   };
-  alignas(128) uint16_t Y[kChunkRows * S::kColumns];
+  alignas(128) uint16_t Y[S::kColumns * kChunkRows];
   alignas(128) uint16_t R[S::kColumns * kChunkRows];
   alignas(128) uint16_t P[LowerBlocks::kElements];  // J, then P'
   alignas(128) uint16_t A[LowerBlocks::kElements];  // A'
@@ -58,7 +58,7 @@ struct Shared {
   __device__ SharedTile<kK> queries() { return {q}; }
   __device__ SharedTile<kK> state_rows() { return {state}; }
   __device__ SharedTile<S::kColumns> value_rows() { return {values}; }
-  __device__ SharedTile<S::kColumns> Y_rows() { return {Y}; }
+  __device__ SharedTile<kChunkRows> Y_rows() { return {Y}; }
   __device__ SharedTile<kChunkRows> R_rows() { return {R}; }
 };
 
@@ -93,7 +93,8 @@ __device__ __forceinline__ void load_first(const GradientArgs& args, const Item&
   copy_rows<X::kColumns, X::kThreads>(s.state_rows(), state_before(args, item), args.S.v_stride,
                                       p.head_dim_v - item.column, args.S_width, thread);
   load_value_rows<X::kThreads>(s.value_rows(), p.v, args.chunk.vector_values, item, p.head_dim_v, thread);
-  load_Y<X::kThreads>(args, s.Y_rows(), item, thread);
+  copy_rows<X::kColumns, X::kThreads>(s.Y_rows(), args.Y + (item.slot * args.padded_v + item.column) * kChunkRows,
+                                      kChunkRows, args.padded_v - item.column, kChunkRows, thread);
   copy_lower_blocks<X::kThreads>(s.P, args.chunk.factors.J + item.factors * kChunkRows * kChunkRows, thread);
 }
 

@@ -53,7 +53,7 @@ __device__ __forceinline__ void dot_values(Shared<kK>& s, int block, int half, i
   for (int m = half * kSteps; m < (half + 1) * kSteps; ++m) {
     uint32_t a[4], b[4];
     s.value_rows().load_a(16 * block, m, lane, a);
-    s.Y_rows().load_b(16 * block, m, lane, b);
+    s.Y_rows().load_b_transposed(16 * m, block, lane, b);
     mma<kType>(c[0], a, b[0], b[1]);
     mma<kType>(c[1], a, b[2], b[3]);
   }

@@ -4,7 +4,7 @@
 // the registers of half of its warps:
 //
 //     state warps   X = G^T k^T    dR^T = w X + d_o^T sP    Y^T = dR^T J    G^T = e_n G^T + scale e d_o^T q - beta e Y^T k
-//     copy warps    operands of the next chunk; G and Y to memory
+//     copy warps    operands of the next chunk; G, Y and dv = beta Y to memory
 //
 // G and Y pass through shared memory as operands, the form in which the gradients of the chunk want them. Where this scan
 // leaves multiprocessors idle, the gradients of a chunk begin there as soon as both are in memory.
@@ -40,7 +40,7 @@ __device__ __forceinline__ void multiply_by_lower(const uint32_t (&left)[kTiles]
 // X = G^T k^T becomes Y^T, which is handed over.
 template <DType kType, int kTiles, int kK, bool kPerChannel, int kColumns>
 __device__ __forceinline__ void finish_Y(Stage<kK, kPerChannel, kColumns>& stage, BackExchange<kK, kColumns>& exchange,
-                                         int row, int lane, Sums<kTiles>& X) {
+                                         bool wants_dv, int row, int lane, Sums<kTiles>& X) {
   if constexpr (!kPerChannel) {
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) scale_tokens<kTiles>(stage.token, kOnWrite, n, lane, X);
@@ -61,7 +61,31 @@ __device__ __forceinline__ void finish_Y(Stage<kK, kPerChannel, kColumns>& stage
   clear<kTiles>(X);
 #pragma unroll
   for (int m = 0; m < kChunkRows / 16; ++m) multiply_by_lower<kType, kTiles>(dR[m], {stage.J}, m, lane, X);
-  hand_over_values<kType, kTiles>(exchange.Y(), row, lane, X);
+#pragma unroll
+  for (int m = 0; m < kChunkRows / 16; ++m) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      uint32_t a[4];
+      pack_a<kType>(X[i][2 * m], X[i][2 * m + 1], a);
+      exchange.Y().store_a(row + 16 * i, m, lane, a);
+    }
+  }
+  if (!wants_dv) return;
+#pragma unroll
+  for (int m = 0; m < kChunkRows / 16; ++m) {  // dv = beta Y
+    const float2 beta[2] = {token_pair(stage.token, kBetaFactor<kPerChannel>, 2 * m, lane),
+                            token_pair(stage.token, kBetaFactor<kPerChannel>, 2 * m + 1, lane)};
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      uint32_t c[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float* y = &X[i][2 * m + e / 2][e % 2 * 2];
+        c[e] = pack<kType>(beta[e / 2].x * y[0], beta[e / 2].y * y[1]);
+      }
+      exchange.dv().store_c_transposed(16 * m, row / 16 + i, lane, c);
+    }
+  }
 }
 
 // G += left right for 16 tokens, rows [16 m, +16) of right.
@@ -183,7 +207,7 @@ struct BackScan {
       clear<kTiles>(X);
       read_state<kType, kK, kTiles>(G, exchange.G(), row, current.writer(), here, X);
       G_ready.arrive();
-      finish_Y<kType, kTiles>(current, exchange, row, here, X);
+      finish_Y<kType, kTiles>(current, exchange, args.dv.present(), row, here, X);
       Y_ready.arrive();
       retreat_state<kType, kTiles>(current, row, here, X, G);
       if (turn + 1 < walk.chunks) stages.consumer_release(turn);
@@ -231,9 +255,13 @@ struct BackScan {
       store_handed<16 * kTiles>(exchange.G(), row, args.padded_v - column, kK, lane,
                                 args.G + (slot * args.padded_v + column) * kK, kK);
       Y_ready.wait();
-      store_values<kType, kTiles>(args.Y, true, p.head_dim_v, exchange.Y(), row, lane,
-                                  row_offset(args.Y, walk.span.batch, walk.span.begin + c * C, part.head),
-                                  static_cast<int>(min(walk.span.length - c * C, C)), part.column);
+      store_handed<16 * kTiles>(exchange.Y(), row, args.padded_v - column, kChunkRows, lane,
+                                args.Y + (slot * args.padded_v + column) * kChunkRows, kChunkRows);
+      if (args.dv.present()) {
+        store_values<kType, kTiles>(args.dv, args.vector_dv, p.head_dim_v, exchange.dv(), row, lane,
+                                    row_offset(args.dv, walk.span.batch, walk.span.begin + c * C, part.head),
+                                    static_cast<int>(min(walk.span.length - c * C, C)), part.column);
+      }
       if (two_stages && more) {
         wait_copies<0>();
         stages.producer_commit();

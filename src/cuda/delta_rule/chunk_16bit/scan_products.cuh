@@ -102,7 +102,7 @@ __device__ __forceinline__ void read_state(const float (&S)[kTiles][kK / 8][4], 
   }
 }
 
-// The warp's columns of o or Y to a tile of [64 x columns], rounded.
+// The warp's columns of o or dv to a tile of [64 x columns], rounded.
 template <DType kType, int kTiles, int kColumns>
 __device__ __forceinline__ void hand_over_values(const SharedTile<kColumns>& tile, int row, int lane,
                                                  const Sums<kTiles>& sums) {

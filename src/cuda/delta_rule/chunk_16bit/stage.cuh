@@ -46,17 +46,19 @@ constexpr size_t scan_bytes(int stages) {
   return sizeof(WarpExchange<kK, kColumns>) + static_cast<size_t>(stages) * sizeof(Stage<kK, kPerChannel, kColumns>);
 }
 
-// The same of the scan back: G^T of the chunk's end, and Y.
+// The same of the scan back: G^T of the chunk's end, Y^T, and dv on its way to memory.
 template <int kK, int kColumns>
 struct BackExchange {
   static constexpr int kPaddedColumns = (kColumns + 63) / 64 * 64;
 
   BlockWork work;
   alignas(128) uint16_t G_rows[kColumns * kK];
-  alignas(128) uint16_t Y_rows[kChunkRows * kPaddedColumns];
+  alignas(128) uint16_t Y_rows[kColumns * kChunkRows];
+  alignas(128) uint16_t dv_rows[kChunkRows * kPaddedColumns];
 
   __device__ SharedTile<kK> G() { return {G_rows}; }
-  __device__ SharedTile<kPaddedColumns> Y() { return {Y_rows}; }
+  __device__ SharedTile<kChunkRows> Y() { return {Y_rows}; }
+  __device__ SharedTile<kPaddedColumns> dv() { return {dv_rows}; }
 };
 
 template <int kK, bool kPerChannel, int kColumns>
