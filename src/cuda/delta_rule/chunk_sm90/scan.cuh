@@ -1,0 +1,363 @@
+// The scan over the chunks of a sequence on Hopper, for one decay per head or none and K, V <= 128. See ../chunk.cuh for
+// the equations; the factors are those of chunk_16bit.
+//
+// A block has one (sequence, value head). As in chunk_16bit the value side is transposed: S^T [V x K] stays in the
+// registers of two warpgroups, 64 value columns each, as the fp32 sums of the product that advances it and, rounded, as
+// the left operand of those that read it. Right operands lie in shared memory, where one more warp brings them by TMA,
+// three chunks ahead at most. A state warpgroup goes through a chunk with five groups of products:
+//
+//     X = S^T k^T                    while it runs, o of the chunk before leaves
+//     O = S^T q^T
+//     X = bD^T J^T                   bD^T = beta (v^T - e X); while it runs, S is scaled by e_n
+//     S = S + (w R)^T k              R^T = X, rounded
+//     O = scale e O + R^T sP^T       while it runs, S is rounded for the next chunk
+//
+// Rows beyond the tokens of a chunk are zeros in k, q and v, whatever lies behind them in memory (token_map), and so are
+// the blocks of J and sP above their diagonals (lower_map), which nobody wrote.
+//
+// The order of all sums is fixed by K, V and the chunks of the sequence.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/common/launch.h"
+#include "cuda/common/warp.cuh"
+#include "cuda/delta_rule/chunk_16bit/chunk.cuh"
+#include "cuda/delta_rule/chunk_sm90/scan.h"
+#include "cuda/delta_rule/scan_part.cuh"
+#include "cuda/sm90/barriers.cuh"
+#include "cuda/sm90/panel_tile.cuh"
+#include "cuda/sm90/tma.cuh"
+#include "cuda/sm90/wgmma.cuh"
+
+namespace fastweight::cuda::chunk_sm90 {
+namespace {
+
+using chunk_16bit::ChunkArgs;
+using chunk_16bit::kChunkRows;
+
+constexpr int kGroupThreads = 128, kGroups = 2;  // of the state
+constexpr int kStateThreads = kGroups * kGroupThreads;
+constexpr int kThreads = kStateThreads + kGroupThreads;  // one warp of the last warpgroup has work
+// Three warpgroups share the registers evenly at first, 168 for a thread.
+constexpr int kStateRegisters = 232, kOtherRegisters = 40;
+static_assert(kGroups * kStateRegisters + kOtherRegisters <= 3 * 168);
+constexpr int kTokenSteps = kChunkRows / 16, kKeySteps = kWidth / 16;
+constexpr int kTokenTiles = kChunkRows / 8, kKeyTiles = kWidth / 8;
+constexpr int kTokenFactors = chunk_16bit::kTokenFactors<false>;
+
+using WideTile = PanelTile<kChunkRows, kWidth>;         // k, q, v and o: a warpgroup has a panel of v and o
+using LowerTile = PanelTile<kChunkRows, kChunkRows>;    // J and sP
+constexpr int kLowerBytes = LowerTile::kRowBytes * 16;  // of a row of blocks
+
+// The operands of a chunk.
+struct alignas(1024) Stage {
+  unsigned char k[WideTile::kBytes], q[WideTile::kBytes], v[WideTile::kBytes];
+  unsigned char J[LowerTile::kBytes], sP[LowerTile::kBytes];
+  float token[kTokenFactors * kChunkRows];
+};
+constexpr uint32_t kTotalBytes = 4 * sizeof(float);
+constexpr uint32_t kStageBytes = 3 * WideTile::kBytes + 2 * LowerTile::kBytes + sizeof(Stage::token) + kTotalBytes;
+
+// `filled`: the operands of a chunk are there. `free`: all warps of the state need them no more.
+struct alignas(1024) Shared {
+  Stage stage[kStages];
+  unsigned char o[WideTile::kBytes];
+  float total[kStages][4];
+  TransactionBarrier filled[kStages], free[kStages];
+};
+
+// Where a block is in the ring of stages: turns go on from part to part.
+struct Turn {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++stage < kStages) return;
+    stage = 0;
+    parity ^= 1;
+  }
+};
+
+// The chunks of a part.
+struct Walk {
+  ScanPart part;
+  SequenceSpan span;
+  int chunks;
+  int chunk_size;
+
+  __device__ __forceinline__ Walk(const ChunkArgs& args, int64_t at)
+      : part(scan_part_at(args.problem, args.chunked, at, kWidth, kWidth)),
+        span(sequence_at(args.problem.sequences, part.sequence)),
+        chunk_size(static_cast<int>(args.chunked.chunk_size)) {
+    // Offsets out of order may claim more chunks than there is scratch memory for.
+    chunks =
+        static_cast<int>(max(min(chunks_of(span.length, chunk_size), args.num_chunks - part.first_chunk), int64_t{0}));
+  }
+
+  __device__ __forceinline__ int tokens(int c) const {
+    return static_cast<int>(min(span.length - int64_t{c} * chunk_size, int64_t{chunk_size}));
+  }
+};
+
+// A place of token_map.
+struct RowsPlace {
+  int column, head, missing, end, batch;
+};
+__device__ __forceinline__ RowsPlace rows_of(const Walk& walk, int c, int head) {
+  const int tokens = walk.tokens(c);
+  return {0, head, kChunkRows - tokens, static_cast<int>(walk.span.begin) + c * walk.chunk_size + tokens,
+          static_cast<int>(walk.span.batch)};
+}
+
+// The warp that brings the operands, by one lane
+// ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void load_panels(const void* memory, const TensorMap& map, const RowsPlace& at,
+                                            TransactionBarrier& barrier) {
+  const WideTile tile(memory);
+#pragma unroll
+  for (int p = 0; p < WideTile::kPanels; ++p) {
+    load_box(tile.panel(p), map, {p * WideTile::kPanelColumns, at.head, at.missing, at.end, at.batch}, barrier);
+  }
+}
+
+// Row blocks of a lower triangular matrix. See lower_map.
+__device__ __forceinline__ void load_lower(const void* memory, const TensorMap& map, int item,
+                                           TransactionBarrier& barrier) {
+  const uint32_t to = shared_address(memory);
+#pragma unroll
+  for (int block = 0; block < kTokenSteps; ++block) {
+    load_box(to + static_cast<uint32_t>(block * kLowerBytes), map,
+             {kChunkRows - 16 * (block + 1), block, 16 * block, item}, barrier);
+  }
+}
+
+__device__ __forceinline__ void bring_operands(const ChunkArgs& args, const ScanMaps& maps, int64_t parts, Shared& s) {
+  const DeltaRuleDeviceProblem& p = args.problem;
+  Turn turn;
+  for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
+    const Walk walk(args, at);
+    for (int c = 0; c < walk.chunks; ++c, turn.next()) {
+      const int64_t item = (walk.part.first_chunk + c) * p.num_value_heads + walk.part.head;
+      const RowsPlace keys = rows_of(walk, c, walk.part.key_head), values = rows_of(walk, c, walk.part.head);
+      Stage& stage = s.stage[turn.stage];
+      TransactionBarrier& filled = s.filled[turn.stage];
+      s.free[turn.stage].wait(turn.parity ^ 1);
+      filled.arrive_expecting(kStageBytes);
+      load_panels(stage.k, maps.k, keys, filled);
+      load_panels(stage.q, maps.q, keys, filled);
+      load_panels(stage.v, maps.v, values, filled);
+      load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows,
+                 sizeof(stage.token), filled);
+      load_bytes(shared_address(s.total[turn.stage]), args.factors.total + item * 4, kTotalBytes, filled);
+      load_lower(stage.J, maps.J, static_cast<int>(item), filled);
+      load_lower(stage.sP, maps.sP, static_cast<int>(item), filled);
+    }
+  }
+}
+
+// A warpgroup of the state
+// ----------------------------------------------------------------------------------------------------------
+
+// [64 value columns x 64 tokens] and [64 value columns x K], as C tiles of a warp's 16 columns.
+using TokenSums = float[kTokenTiles][4];
+using StateSums = float[kKeyTiles][4];
+template <int kSteps>
+using Fragments = uint32_t[kSteps][4];
+
+// The columns of a C tile are tokens: its elements 0 and 2 belong to one, 1 and 3 to the next.
+__device__ __forceinline__ float2 token_pair(const Stage& stage, TokenFactor factor, int tile, int lane) {
+  return *reinterpret_cast<const float2*>(stage.token + factor * kChunkRows + 8 * tile + 2 * (lane % 4));
+}
+
+__device__ __forceinline__ void scale_tile(const float2& by, const float (&c)[4], float (&scaled)[4]) {
+  scaled[0] = by.x * c[0];
+  scaled[1] = by.y * c[1];
+  scaled[2] = by.x * c[2];
+  scaled[3] = by.y * c[3];
+}
+
+template <DType kType, int kSteps>
+__device__ __forceinline__ void round_sums(const float (&c)[2 * kSteps][4], Fragments<kSteps>& a) {
+#pragma unroll
+  for (int m = 0; m < kSteps; ++m) pack_a<kType>(c[2 * m], c[2 * m + 1], a[m]);
+}
+
+// bD^T = beta (v^T - e X), rounded.
+template <DType kType>
+__device__ __forceinline__ void correct(const Stage& stage, int column, int lane, const TokenSums& X,
+                                        Fragments<kTokenSteps>& bD) {
+  const WideTile values(stage.v);
+#pragma unroll
+  for (int m = 0; m < kTokenSteps; ++m) {
+    uint32_t v[4];
+    values.load_c_transposed(16 * m, column / 16, lane, v);
+    float D[2][4];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int n = 2 * m + h;
+      const float2 on_x = token_pair(stage, kOnKeyRead, n, lane), beta = token_pair(stage, kOnValue, n, lane);
+      const float2 low = unpack<kType>(v[2 * h]), high = unpack<kType>(v[2 * h + 1]);
+      D[h][0] = beta.x * fmaf(-on_x.x, X[n][0], low.x);
+      D[h][1] = beta.y * fmaf(-on_x.y, X[n][1], low.y);
+      D[h][2] = beta.x * fmaf(-on_x.x, X[n][2], high.x);
+      D[h][3] = beta.y * fmaf(-on_x.y, X[n][3], high.y);
+    }
+    pack_a<kType>(D[0], D[1], bD[m]);
+  }
+}
+
+// R^T = X and w R^T, rounded.
+template <DType kType>
+__device__ __forceinline__ void round_writes(const Stage& stage, int lane, const TokenSums& X,
+                                             Fragments<kTokenSteps>& R, Fragments<kTokenSteps>& wR) {
+  round_sums<kType, kTokenSteps>(X, R);
+#pragma unroll
+  for (int m = 0; m < kTokenSteps; ++m) {
+    float scaled[2][4];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) scale_tile(token_pair(stage, kOnWrite, 2 * m + h, lane), X[2 * m + h], scaled[h]);
+    pack_a<kType>(scaled[0], scaled[1], wR[m]);
+  }
+}
+
+// A barrier among the threads of a warpgroup.
+__device__ __forceinline__ void group_barrier(int group) {
+  group == 0 ? named_barrier<1>(kGroupThreads) : named_barrier<2>(kGroupThreads);
+}
+
+template <DType kType>
+struct StateGroup {
+  const ChunkArgs& args;
+  const ScanMaps& maps;
+  Shared& s;
+  int group, warp, lane;  // the warp within the warpgroup
+  bool leader;            // the thread that stores o
+
+  __device__ __forceinline__ int column() const { return 64 * group + 16 * warp; }
+
+  // o^T through shared memory to the rows of a chunk. The tile is free when the store before has read it.
+  __device__ __forceinline__ void store_outputs(const Fragments<kTokenSteps>& o, const RowsPlace& at) const {
+    const WideTile tile(s.o);
+    if (leader) wait_stores_read<0>();
+    group_barrier(group);
+#pragma unroll
+    for (int m = 0; m < kTokenSteps; ++m) tile.store_c_transposed(16 * m, column() / 16, lane, o[m]);
+    fence_async_proxy();
+    group_barrier(group);
+    if (leader) {
+      store_box(maps.o, {64 * group, at.head, at.missing, at.end, at.batch}, tile.panel(group));
+      commit_stores();
+    }
+  }
+
+  // The state before chunk c, or after the last one.
+  __device__ __forceinline__ void save_state(const Walk& walk, int c, bool last, StateSums& S) const {
+    const StateAddress place =
+        last ? final_state_address(args, walk.part) : chunk_state_address(args, walk.part, walk.span.batch, c);
+    if (!place.exists) return;
+    store_state<kWidth>(place.states, place.offset, column(), args.problem.head_dim_k, args.problem.head_dim_v, lane,
+                        S);
+  }
+
+  // One part. S and O of a chunk are handed to the next one rounded: ptxas lets no sums pass from one turn of the loop to
+  // the next beside a product on its way.
+  __device__ __forceinline__ void run(const Walk& walk, Turn& turn) const {
+    StateSums S = {};
+    if (args.initial_state.present()) {
+      load_state<kWidth>(args.initial_state, state_offset(args.initial_state, walk.part), column(),
+                         args.problem.head_dim_k, args.problem.head_dim_v, lane, S);
+    }
+    Fragments<kKeySteps> rS;
+    round_sums<kType, kKeySteps>(S, rS);
+    Fragments<kTokenSteps> rO;
+    for (int c = 0; c < walk.chunks; ++c, turn.next()) {
+      if (args.chunk_states.present()) save_state(walk, c, false, S);
+      const Stage& stage = s.stage[turn.stage];
+      const WideTile k(stage.k), q(stage.q);
+      const LowerTile J(stage.J), sP(stage.sP);
+      TokenSums X, O;
+      s.filled[turn.stage].wait(turn.parity);
+      wgmma_fence(X, rS);
+#pragma unroll
+      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
+      wgmma_commit();
+      if (c > 0) store_outputs(rO, rows_of(walk, c - 1, walk.part.head));
+      wgmma_fence(O);
+#pragma unroll
+      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
+      wgmma_commit();
+      wgmma_wait<1>(X);
+      Fragments<kTokenSteps> bD, R, wR;
+      correct<kType>(stage, column(), lane, X, bD);
+      wgmma_fence(X, bD);
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
+      wgmma_commit();
+      const float total = s.total[turn.stage][0];
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) scale_tile({total, total}, S[n], S[n]);
+      wgmma_wait<0>(X, O);
+      round_writes<kType>(stage, lane, X, R, wR);
+      wgmma_fence(S, wR);
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kWidth>(S, wR[m], k.along_columns(0, m));
+      wgmma_commit();
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) scale_tile(token_pair(stage, kOnQueryRead, n, lane), O[n], O[n]);
+      wgmma_fence(O, R);
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
+      wgmma_commit();
+      wgmma_wait<1>(S);
+      round_sums<kType, kKeySteps>(S, rS);
+      wgmma_wait<0>(O);
+      round_sums<kType, kTokenSteps>(O, rO);
+      __syncwarp();  // all lanes have read the stage
+      if (lane == 0) s.free[turn.stage].arrive();
+    }
+    if (walk.chunks > 0) store_outputs(rO, rows_of(walk, walk.chunks - 1, walk.part.head));
+    save_state(walk, walk.chunks, true, S);
+  }
+};
+
+// A block per part; a smaller grid goes round.
+template <DType kType>
+__global__ void __launch_bounds__(kThreads, 1)
+    scan_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, int64_t parts) {
+  wait_for_previous_kernels();
+  auto& s = aligned_shared<Shared>();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      s.filled[i].init(1);
+      s.free[i].init(kStateThreads / kWarpSize);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  const int warp = uniform_warp();
+  if (warp >= kStateThreads / kWarpSize) {
+    give_registers<kOtherRegisters>();
+    if (warp == kStateThreads / kWarpSize && elect_one()) bring_operands(args, maps, parts, s);
+  } else {
+    take_registers<kStateRegisters>();
+    const bool leader = threadIdx.x % kGroupThreads == 0;
+    const StateGroup<kType> group{args, maps, s, warp / 4, warp % 4, static_cast<int>(threadIdx.x) % kWarpSize, leader};
+    Turn turn;
+    for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) group.run(Walk(args, at), turn);
+    if (leader) wait_stores_read<0>();
+  }
+}
+
+}  // namespace
+
+template <DType kType>
+void launch_scan(const ChunkArgs& args, const ScanMaps& maps, const Context& context) {
+  const int64_t parts = args.problem.sequences.count * args.problem.num_value_heads;
+  launch<scan_kernel<kType>>("delta_rule chunk_sm90 scan", context,
+                             {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), kThreads, sizeof(Shared), true},
+                             args, maps, parts);
+}
+
+}  // namespace fastweight::cuda::chunk_sm90

@@ -1,0 +1,139 @@
+// The forward of the delta rule on Hopper's instructions, which is not in the list of implementations: against the
+// double-precision reference, with all lengths of tails, states, layouts and types.
+#include <array>
+
+#include "core/implementation.h"
+#include "cuda/delta_rule/kernels.h"
+#include "ops/recurrence.h"
+#include "tests/delta_rule/grid.h"
+#include "tests/sm90/testing.h"
+
+namespace fastweight::test {
+namespace {
+
+using support::Call;
+using support::draw;
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+constexpr std::array kList{Implementation<DeltaRuleForwardProblem>{"chunk_sm90", cuda::chunk_sm90::declines_forward,
+                                                                   cuda::always, cuda::chunk_sm90::forward}};
+
+std::string forward_of_list(const Context& context, const DeltaRuleForward& args) {
+  return run_recurrence("delta_rule_forward", context, args, {}, {},
+                        ImplementationList<DeltaRuleForward>(kList.data(), kList.size()));
+}
+
+DeltaRuleForward arguments(const DeltaRuleCase& problem, const DeltaRuleResults& outputs) {
+  DeltaRuleForward args;
+  args.in = problem.inputs();
+  args.options = problem.spec.options;
+  args.o = outputs.o.view();
+  args.final_state = outputs.final_state.view();
+  args.chunk_states = outputs.chunk_states.view();
+  return args;
+}
+
+// With outputs that held NaNs.
+DeltaRuleResults run_forward(const DeltaRuleCase& problem) {
+  DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+  for (const auto& [name, tensor] : outputs.named()) const_cast<Tensor*>(tensor)->fill(kNaN);
+  Call(forward_of_list, arguments(problem, outputs)).run(context_for(""));
+  return outputs;
+}
+
+void expect_as_reference(const DeltaRuleCase& problem) {
+  expect_close(problem, run_forward(problem), support::forward(problem, reference_context(), true));
+}
+
+DeltaRuleSpec wide(Gate gate, int64_t T, DType dtype = DType::kBF16) {
+  DeltaRuleSpec spec = spec_of(gate, T, 128, 128);
+  spec.dtype = dtype;
+  return spec;
+}
+
+class Sm90DeltaRule : public ::testing::TestWithParam<Gate> {};
+
+TEST_P(Sm90DeltaRule, Lengths) {
+  for (int64_t T : first<int64_t>({65, 0, 1, 320, 63, 64, 128, 129}, 4)) {
+    expect_as_reference(draw(with_batch(with_heads(wide(GetParam(), T), 2, 1), 2), 1));
+  }
+}
+
+TEST_P(Sm90DeltaRule, ChunksOfFewerTokens) {
+  for (int32_t chunk_size : {16, 32}) {
+    DeltaRuleSpec spec = wide(GetParam(), 100);
+    spec.options.chunk_size = chunk_size;
+    expect_as_reference(draw(spec, 2));
+  }
+}
+
+TEST_P(Sm90DeltaRule, Fp16) { expect_as_reference(draw(wide(GetParam(), 130, DType::kF16), 3)); }
+
+TEST_P(Sm90DeltaRule, Widths) {
+  using Widths = std::pair<int64_t, int64_t>;
+  for (const auto& [K, V] : first<Widths>({{72, 120}, {128, 72}, {104, 128}}, 2)) {
+    DeltaRuleSpec spec = spec_of(GetParam(), 70, K, V);
+    spec.dtype = DType::kBF16;
+    expect_as_reference(draw(spec, 4));
+  }
+}
+
+TEST_P(Sm90DeltaRule, NoInitialStateAndStatesInTheOtherOrder) {
+  DeltaRuleSpec spec = wide(GetParam(), 70);
+  spec.options.state_v_first = true;
+  spec.initial_state = false;
+  expect_as_reference(draw(spec, 5));
+}
+
+TEST_P(Sm90DeltaRule, SequencesOfAllLengths) {
+  expect_as_reference(draw(with_lengths(with_heads(wide(GetParam(), 0), 2, 1), {5, 0, 64, 1, 130, 63}), 6));
+}
+
+INSTANTIATE_TEST_SUITE_P(Gates, Sm90DeltaRule, ::testing::Values(Gate::kNone, Gate::kPerHead),
+                         [](const auto& info) { return std::string(name_of(info.param)); });
+
+TEST(Sm90DeltaRuleForward, GroupsNormsAndRawGates) {
+  DeltaRuleSpec spec = with_batch(with_heads(wide(Gate::kPerHead, 70), 2, 2), 2);
+  spec.options.qk_l2norm = spec.options.gate_in_kernel = spec.options.beta_sigmoid = true;
+  expect_as_reference(draw(spec, 7));
+}
+
+// A sequence alone, and the same between others whose tokens are NaNs: the same bits.
+TEST(Sm90DeltaRuleForward, NothingOfTheNextSequence) {
+  const std::vector<int64_t> lengths{40, 70, 30};
+  DeltaRuleCase packed = draw(with_lengths(wide(Gate::kPerHead, 0), lengths), 8);
+  const DeltaRuleResults whole = run_forward(packed);
+  for (Tensor* x : {&packed.q, &packed.k, &packed.v, &packed.g, &packed.beta}) {
+    const int64_t row = x->size() / packed.spec.T;
+    for (int64_t t = 0; t < packed.spec.T; ++t) {
+      if (t >= 40 && t < 110) continue;
+      for (int64_t i = 0; i < row; ++i) x->set(t * row + i, kNaN);
+    }
+  }
+  const DeltaRuleResults beside = run_forward(packed);
+  EXPECT_TRUE(support::same_bits(slice(beside.o, 1, 40, 110), slice(whole.o, 1, 40, 110)));
+  EXPECT_TRUE(support::same_bits(slice(beside.final_state, 0, 1, 2), slice(whole.final_state, 0, 1, 2)));
+  for (double value : slice(beside.o, 1, 40, 110).values()) ASSERT_FALSE(std::isnan(value));
+}
+
+TEST(Sm90DeltaRuleForward, TwoRunsHaveTheSameBits) {
+  const DeltaRuleCase problem = draw(with_heads(wide(Gate::kPerHead, 200), 3, 1), 9);
+  expect_same_bits(run_forward(problem), run_forward(problem), "two runs");
+}
+
+TEST(Sm90DeltaRuleForward, WhatItDeclines) {
+  const auto expect = [](const DeltaRuleSpec& spec, const std::string& reason) {
+    expect_refused(ErrorCode::kUnsupported, reason, [&] { run_forward(draw(spec, 10)); });
+  };
+  expect(wide(Gate::kPerChannel, 70), "decays must be numbers per token");
+  expect(wide(Gate::kPerHead, 70, DType::kF32), "16-bit type");
+  DeltaRuleSpec narrow = spec_of(Gate::kPerHead, 70, 64, 128);
+  narrow.dtype = DType::kBF16;
+  expect(narrow, "from 65 to 128");
+  narrow.K = 100;
+  expect(narrow, "multiples of 16 bytes");
+}
+
+}  // namespace
+}  // namespace fastweight::test
