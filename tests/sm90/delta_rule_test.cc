@@ -17,7 +17,8 @@ using support::draw;
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 constexpr std::array kList{Implementation<DeltaRuleForwardProblem>{"chunk_sm90", cuda::chunk_sm90::declines_forward,
-                                                                   cuda::always, cuda::chunk_sm90::forward}};
+                                                                   cuda::always, cuda::chunk_sm90::forward,
+                                                                   cuda::chunk_sm90::config_text}};
 
 std::string forward_of_list(const Context& context, const DeltaRuleForward& args) {
   return run_recurrence("delta_rule_forward", context, args, {}, {},
@@ -120,6 +121,20 @@ TEST(Sm90DeltaRuleForward, NothingOfTheNextSequence) {
 TEST(Sm90DeltaRuleForward, TwoRunsHaveTheSameBits) {
   const DeltaRuleCase problem = draw(with_heads(wide(Gate::kPerHead, 200), 3, 1), 9);
   expect_same_bits(run_forward(problem), run_forward(problem), "two runs");
+}
+
+// Many heads have blocks of 128 columns, one alone has two of 64: the same bits.
+TEST(Sm90DeltaRuleForward, ColumnsOfABlockChangeNoBit) {
+  const int64_t heads = emulated() ? 3 : 67;
+  const DeltaRuleCase all = draw(with_heads(wide(Gate::kPerHead, 100), heads, 1), 11);
+  DeltaRuleCase one = all;
+  one.spec.H = one.spec.HV = 1;
+  for (Tensor* x : {&one.q, &one.k, &one.v, &one.g, &one.beta}) *x = slice(*x, 2, 1, 2);
+  one.initial_state = slice(one.initial_state, 1, 1, 2);
+  const DeltaRuleResults of_all = run_forward(all), of_one = run_forward(one);
+  EXPECT_TRUE(support::same_bits(of_one.o, slice(of_all.o, 2, 1, 2)));
+  EXPECT_TRUE(support::same_bits(of_one.final_state, slice(of_all.final_state, 1, 1, 2)));
+  EXPECT_TRUE(support::same_bits(of_one.chunk_states, slice(of_all.chunk_states, 2, 1, 2)));
 }
 
 TEST(Sm90DeltaRuleForward, WhatItDeclines) {

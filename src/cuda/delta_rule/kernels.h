@@ -30,6 +30,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context);
 // none.
 namespace chunk_sm90 {
 std::string declines_forward(const DeltaRuleForwardProblem& problem);
+std::string config_text(const DeltaRuleForwardProblem& problem);
 void forward(const DeltaRuleForwardProblem& problem, const Context& context);
 }  // namespace chunk_sm90
 

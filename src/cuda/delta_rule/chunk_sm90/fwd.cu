@@ -31,6 +31,13 @@ ScanMaps scan_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
           lower_map(args.factors.sP, dtype, items)};
 }
 
+// Few heads: narrow blocks, as long as each has a multiprocessor of its own.
+int columns_of(const DeltaRuleForwardProblem& problem) {
+  const int64_t heads = problem.sizes.num_sequences * problem.sizes.num_value_heads;
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
+  return 2 * heads <= multiprocessors ? kWidth / 2 : kWidth;
+}
+
 }  // namespace
 
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items) {
@@ -65,6 +72,11 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   return lacks_shared_memory(scan_bytes(), in.q.device.index);
 }
 
+std::string config_text(const DeltaRuleForwardProblem& problem) {
+  return "K " + std::to_string(kWidth) + ", columns " + std::to_string(columns_of(problem)) + ", stages " +
+         std::to_string(kStages);
+}
+
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
   const DeltaRuleForward& call = problem.args;
   ChunkArgs args = chunk_16bit::chunk_args(problem);
@@ -80,9 +92,9 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
                                context);
   const ScanMaps maps = args.num_chunks > 0 ? scan_maps(call, args) : ScanMaps{};
   if (args.problem.k.dtype == DType::kBF16) {
-    launch_scan<DType::kBF16>(args, maps, context);
+    launch_scan<DType::kBF16>(args, maps, columns_of(problem), context);
   } else {
-    launch_scan<DType::kF16>(args, maps, context);
+    launch_scan<DType::kF16>(args, maps, columns_of(problem), context);
   }
 }
 

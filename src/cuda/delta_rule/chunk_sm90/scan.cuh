@@ -1,10 +1,11 @@
 // The scan over the chunks of a sequence on Hopper, for one decay per head or none and K, V <= 128. See ../chunk.cuh for
 // the equations; the factors are those of chunk_16bit.
 //
-// A block has one (sequence, value head). As in chunk_16bit the value side is transposed: S^T [V x K] stays in the
-// registers of two warpgroups, 64 value columns each, as the fp32 sums of the product that advances it and, rounded, as
-// the left operand of those that read it. Right operands lie in shared memory, where one more warp brings them by TMA,
-// three chunks ahead at most. A state warpgroup goes through a chunk with five groups of products:
+// A block has 128 value columns of one (sequence, value head) or, where that leaves multiprocessors idle, 64. As in
+// chunk_16bit the value side is transposed: S^T [columns x K] stays in the registers of two warpgroups, or one, 64 columns
+// each, as the fp32 sums of the product that advances it and, rounded, as the left operand of those that read it. Right
+// operands lie in shared memory, where one more warp brings them by TMA, three chunks ahead at most. A state warpgroup
+// goes through a chunk with five groups of products:
 //
 //     X = S^T k^T                    while it runs, o of the chunk before leaves
 //     O = S^T q^T
@@ -15,7 +16,7 @@
 // Rows beyond the tokens of a chunk are zeros in k, q and v, whatever lies behind them in memory (token_map), and so are
 // the blocks of J and sP above their diagonals (lower_map), which nobody wrote.
 //
-// The order of all sums is fixed by K, V and the chunks of the sequence.
+// A column's sums do not depend on other columns: how many of them a block has changes no bit.
 #pragma once
 
 #include <algorithm>
@@ -36,35 +37,43 @@ namespace {
 using chunk_16bit::ChunkArgs;
 using chunk_16bit::kChunkRows;
 
-constexpr int kGroupThreads = 128, kGroups = 2;  // of the state
-constexpr int kStateThreads = kGroups * kGroupThreads;
-constexpr int kThreads = kStateThreads + kGroupThreads;  // one warp of the last warpgroup has work
-// Three warpgroups share the registers evenly at first, 168 for a thread.
-constexpr int kStateRegisters = 232, kOtherRegisters = 40;
-static_assert(kGroups * kStateRegisters + kOtherRegisters <= 3 * 168);
+constexpr int kGroupThreads = 128, kGroupColumns = 64;
 constexpr int kTokenSteps = kChunkRows / 16, kKeySteps = kWidth / 16;
 constexpr int kTokenTiles = kChunkRows / 8, kKeyTiles = kWidth / 8;
 constexpr int kTokenFactors = chunk_16bit::kTokenFactors<false>;
 
-using WideTile = PanelTile<kChunkRows, kWidth>;         // k, q, v and o: a warpgroup has a panel of v and o
-using LowerTile = PanelTile<kChunkRows, kChunkRows>;    // J and sP
-constexpr int kLowerBytes = LowerTile::kRowBytes * 16;  // of a row of blocks
-
-// The operands of a chunk.
-struct alignas(1024) Stage {
-  unsigned char k[WideTile::kBytes], q[WideTile::kBytes], v[WideTile::kBytes];
-  unsigned char J[LowerTile::kBytes], sP[LowerTile::kBytes];
-  float token[kTokenFactors * kChunkRows];
-};
+using KeyTile = PanelTile<kChunkRows, kWidth>;           // k and q
+using LowerTile = PanelTile<kChunkRows, kChunkRows>;     // J and sP
+using ValueTile = PanelTile<kChunkRows, kGroupColumns>;  // a warpgroup's columns of v and o
+constexpr int kLowerBytes = LowerTile::kRowBytes * 16;   // of a row of blocks
 constexpr uint32_t kTotalBytes = 4 * sizeof(float);
-constexpr uint32_t kStageBytes = 3 * WideTile::kBytes + 2 * LowerTile::kBytes + sizeof(Stage::token) + kTotalBytes;
 
-// `filled`: the operands of a chunk are there. `free`: all warps of the state need them no more.
-struct alignas(1024) Shared {
-  Stage stage[kStages];
-  unsigned char o[WideTile::kBytes];
-  float total[kStages][4];
-  TransactionBarrier filled[kStages], free[kStages];
+// A block has kGroups warpgroups of the state, and one more, of which one warp has work.
+template <int kGroups>
+struct Block {
+  static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
+  static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
+  static constexpr int kColumns = kGroups * kGroupColumns;
+  // Three warpgroups share the registers evenly at first, 168 for a thread; for two of them there are enough.
+  static constexpr int kStateRegisters = 232, kOtherRegisters = 40;
+  static_assert(2 * kStateRegisters + kOtherRegisters <= 3 * 168);
+
+  // The operands of a chunk.
+  struct alignas(1024) Stage {
+    unsigned char k[KeyTile::kBytes], q[KeyTile::kBytes], v[kGroups][ValueTile::kBytes];
+    unsigned char J[LowerTile::kBytes], sP[LowerTile::kBytes];
+    float token[kTokenFactors * kChunkRows];
+  };
+  static constexpr uint32_t kStageBytes =
+      2 * KeyTile::kBytes + kGroups * ValueTile::kBytes + 2 * LowerTile::kBytes + sizeof(Stage::token) + kTotalBytes;
+
+  // `filled`: the operands of a chunk are there. `free`: all warps of the state need them no more.
+  struct alignas(1024) Shared {
+    Stage stage[kStages];
+    unsigned char o[kGroups][ValueTile::kBytes];
+    float total[kStages][4];
+    TransactionBarrier filled[kStages], free[kStages];
+  };
 };
 
 // Where a block is in the ring of stages: turns go on from part to part.
@@ -86,8 +95,8 @@ struct Walk {
   int chunks;
   int chunk_size;
 
-  __device__ __forceinline__ Walk(const ChunkArgs& args, int64_t at)
-      : part(scan_part_at(args.problem, args.chunked, at, kWidth, kWidth)),
+  __device__ __forceinline__ Walk(const ChunkArgs& args, int64_t at, int columns)
+      : part(scan_part_at(args.problem, args.chunked, at, columns)),
         span(sequence_at(args.problem.sequences, part.sequence)),
         chunk_size(static_cast<int>(args.chunked.chunk_size)) {
     // Offsets out of order may claim more chunks than there is scratch memory for.
@@ -100,25 +109,26 @@ struct Walk {
   }
 };
 
-// A place of token_map.
+// A place of token_map, but for the column.
 struct RowsPlace {
-  int column, head, missing, end, batch;
+  int head, missing, end, batch;
 };
 __device__ __forceinline__ RowsPlace rows_of(const Walk& walk, int c, int head) {
   const int tokens = walk.tokens(c);
-  return {0, head, kChunkRows - tokens, static_cast<int>(walk.span.begin) + c * walk.chunk_size + tokens,
+  return {head, kChunkRows - tokens, static_cast<int>(walk.span.begin) + c * walk.chunk_size + tokens,
           static_cast<int>(walk.span.batch)};
 }
 
 // The warp that brings the operands, by one lane
 // ------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void load_panels(const void* memory, const TensorMap& map, const RowsPlace& at,
+// Columns from `column` on to a tile.
+template <class Tile>
+__device__ __forceinline__ void load_panels(const Tile& tile, const TensorMap& map, int column, const RowsPlace& at,
                                             TransactionBarrier& barrier) {
-  const WideTile tile(memory);
 #pragma unroll
-  for (int p = 0; p < WideTile::kPanels; ++p) {
-    load_box(tile.panel(p), map, {p * WideTile::kPanelColumns, at.head, at.missing, at.end, at.batch}, barrier);
+  for (int p = 0; p < Tile::kPanels; ++p) {
+    load_box(tile.panel(p), map, {column + p * Tile::kPanelColumns, at.head, at.missing, at.end, at.batch}, barrier);
   }
 }
 
@@ -133,21 +143,26 @@ __device__ __forceinline__ void load_lower(const void* memory, const TensorMap& 
   }
 }
 
-__device__ __forceinline__ void bring_operands(const ChunkArgs& args, const ScanMaps& maps, int64_t parts, Shared& s) {
+template <int kGroups>
+__device__ __forceinline__ void bring_operands(const ChunkArgs& args, const ScanMaps& maps, int64_t parts,
+                                               typename Block<kGroups>::Shared& s) {
   const DeltaRuleDeviceProblem& p = args.problem;
   Turn turn;
   for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
-    const Walk walk(args, at);
+    const Walk walk(args, at, Block<kGroups>::kColumns);
     for (int c = 0; c < walk.chunks; ++c, turn.next()) {
       const int64_t item = (walk.part.first_chunk + c) * p.num_value_heads + walk.part.head;
       const RowsPlace keys = rows_of(walk, c, walk.part.key_head), values = rows_of(walk, c, walk.part.head);
-      Stage& stage = s.stage[turn.stage];
+      auto& stage = s.stage[turn.stage];
       TransactionBarrier& filled = s.filled[turn.stage];
       s.free[turn.stage].wait(turn.parity ^ 1);
-      filled.arrive_expecting(kStageBytes);
-      load_panels(stage.k, maps.k, keys, filled);
-      load_panels(stage.q, maps.q, keys, filled);
-      load_panels(stage.v, maps.v, values, filled);
+      filled.arrive_expecting(Block<kGroups>::kStageBytes);
+      load_panels(KeyTile(stage.k), maps.k, 0, keys, filled);
+      load_panels(KeyTile(stage.q), maps.q, 0, keys, filled);
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) {
+        load_panels(ValueTile(stage.v[i]), maps.v, walk.part.column + i * kGroupColumns, values, filled);
+      }
       load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows,
                  sizeof(stage.token), filled);
       load_bytes(shared_address(s.total[turn.stage]), args.factors.total + item * 4, kTotalBytes, filled);
@@ -167,8 +182,8 @@ template <int kSteps>
 using Fragments = uint32_t[kSteps][4];
 
 // The columns of a C tile are tokens: its elements 0 and 2 belong to one, 1 and 3 to the next.
-__device__ __forceinline__ float2 token_pair(const Stage& stage, TokenFactor factor, int tile, int lane) {
-  return *reinterpret_cast<const float2*>(stage.token + factor * kChunkRows + 8 * tile + 2 * (lane % 4));
+__device__ __forceinline__ float2 token_pair(const float* token, TokenFactor factor, int tile, int lane) {
+  return *reinterpret_cast<const float2*>(token + factor * kChunkRows + 8 * tile + 2 * (lane % 4));
 }
 
 __device__ __forceinline__ void scale_tile(const float2& by, const float (&c)[4], float (&scaled)[4]) {
@@ -186,18 +201,17 @@ __device__ __forceinline__ void round_sums(const float (&c)[2 * kSteps][4], Frag
 
 // bD^T = beta (v^T - e X), rounded.
 template <DType kType>
-__device__ __forceinline__ void correct(const Stage& stage, int column, int lane, const TokenSums& X,
-                                        Fragments<kTokenSteps>& bD) {
-  const WideTile values(stage.v);
+__device__ __forceinline__ void correct(const ValueTile& values, const float* token, int warp, int lane,
+                                        const TokenSums& X, Fragments<kTokenSteps>& bD) {
 #pragma unroll
   for (int m = 0; m < kTokenSteps; ++m) {
     uint32_t v[4];
-    values.load_c_transposed(16 * m, column / 16, lane, v);
+    values.load_c_transposed(16 * m, warp, lane, v);
     float D[2][4];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int n = 2 * m + h;
-      const float2 on_x = token_pair(stage, kOnKeyRead, n, lane), beta = token_pair(stage, kOnValue, n, lane);
+      const float2 on_x = token_pair(token, kOnKeyRead, n, lane), beta = token_pair(token, kOnValue, n, lane);
       const float2 low = unpack<kType>(v[2 * h]), high = unpack<kType>(v[2 * h + 1]);
       D[h][0] = beta.x * fmaf(-on_x.x, X[n][0], low.x);
       D[h][1] = beta.y * fmaf(-on_x.y, X[n][1], low.y);
@@ -210,14 +224,14 @@ __device__ __forceinline__ void correct(const Stage& stage, int column, int lane
 
 // R^T = X and w R^T, rounded.
 template <DType kType>
-__device__ __forceinline__ void round_writes(const Stage& stage, int lane, const TokenSums& X,
+__device__ __forceinline__ void round_writes(const float* token, int lane, const TokenSums& X,
                                              Fragments<kTokenSteps>& R, Fragments<kTokenSteps>& wR) {
   round_sums<kType, kTokenSteps>(X, R);
 #pragma unroll
   for (int m = 0; m < kTokenSteps; ++m) {
     float scaled[2][4];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) scale_tile(token_pair(stage, kOnWrite, 2 * m + h, lane), X[2 * m + h], scaled[h]);
+    for (int h = 0; h < 2; ++h) scale_tile(token_pair(token, kOnWrite, 2 * m + h, lane), X[2 * m + h], scaled[h]);
     pack_a<kType>(scaled[0], scaled[1], wR[m]);
   }
 }
@@ -227,27 +241,31 @@ __device__ __forceinline__ void group_barrier(int group) {
   group == 0 ? named_barrier<1>(kGroupThreads) : named_barrier<2>(kGroupThreads);
 }
 
-template <DType kType>
+template <DType kType, int kGroups>
 struct StateGroup {
   const ChunkArgs& args;
   const ScanMaps& maps;
-  Shared& s;
+  typename Block<kGroups>::Shared& s;
   int group, warp, lane;  // the warp within the warpgroup
   bool leader;            // the thread that stores o
 
-  __device__ __forceinline__ int column() const { return 64 * group + 16 * warp; }
+  __device__ __forceinline__ int first_column(const Walk& walk) const {
+    return walk.part.column + group * kGroupColumns;
+  }
+  __device__ __forceinline__ int column(const Walk& walk) const { return first_column(walk) + 16 * warp; }
 
   // o^T through shared memory to the rows of a chunk. The tile is free when the store before has read it.
-  __device__ __forceinline__ void store_outputs(const Fragments<kTokenSteps>& o, const RowsPlace& at) const {
-    const WideTile tile(s.o);
+  __device__ __forceinline__ void store_outputs(const Fragments<kTokenSteps>& o, const Walk& walk, int c) const {
+    const ValueTile tile(s.o[group]);
     if (leader) wait_stores_read<0>();
     group_barrier(group);
 #pragma unroll
-    for (int m = 0; m < kTokenSteps; ++m) tile.store_c_transposed(16 * m, column() / 16, lane, o[m]);
+    for (int m = 0; m < kTokenSteps; ++m) tile.store_c_transposed(16 * m, warp, lane, o[m]);
     fence_async_proxy();
     group_barrier(group);
     if (leader) {
-      store_box(maps.o, {64 * group, at.head, at.missing, at.end, at.batch}, tile.panel(group));
+      const RowsPlace at = rows_of(walk, c, walk.part.head);
+      store_box(maps.o, {first_column(walk), at.head, at.missing, at.end, at.batch}, tile.panel(0));
       commit_stores();
     }
   }
@@ -257,8 +275,8 @@ struct StateGroup {
     const StateAddress place =
         last ? final_state_address(args, walk.part) : chunk_state_address(args, walk.part, walk.span.batch, c);
     if (!place.exists) return;
-    store_state<kWidth>(place.states, place.offset, column(), args.problem.head_dim_k, args.problem.head_dim_v, lane,
-                        S);
+    store_state<kWidth>(place.states, place.offset, column(walk), args.problem.head_dim_k, args.problem.head_dim_v,
+                        lane, S);
   }
 
   // One part. S and O of a chunk are handed to the next one rounded: ptxas lets no sums pass from one turn of the loop to
@@ -266,7 +284,7 @@ struct StateGroup {
   __device__ __forceinline__ void run(const Walk& walk, Turn& turn) const {
     StateSums S = {};
     if (args.initial_state.present()) {
-      load_state<kWidth>(args.initial_state, state_offset(args.initial_state, walk.part), column(),
+      load_state<kWidth>(args.initial_state, state_offset(args.initial_state, walk.part), column(walk),
                          args.problem.head_dim_k, args.problem.head_dim_v, lane, S);
     }
     Fragments<kKeySteps> rS;
@@ -274,8 +292,9 @@ struct StateGroup {
     Fragments<kTokenSteps> rO;
     for (int c = 0; c < walk.chunks; ++c, turn.next()) {
       if (args.chunk_states.present()) save_state(walk, c, false, S);
-      const Stage& stage = s.stage[turn.stage];
-      const WideTile k(stage.k), q(stage.q);
+      auto& stage = s.stage[turn.stage];
+      const float* token = stage.token;
+      const KeyTile k(stage.k), q(stage.q);
       const LowerTile J(stage.J), sP(stage.sP);
       TokenSums X, O;
       s.filled[turn.stage].wait(turn.parity);
@@ -283,14 +302,14 @@ struct StateGroup {
 #pragma unroll
       for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
       wgmma_commit();
-      if (c > 0) store_outputs(rO, rows_of(walk, c - 1, walk.part.head));
+      if (c > 0) store_outputs(rO, walk, c - 1);
       wgmma_fence(O);
 #pragma unroll
       for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
       wgmma_commit();
       wgmma_wait<1>(X);
       Fragments<kTokenSteps> bD, R, wR;
-      correct<kType>(stage, column(), lane, X, bD);
+      correct<kType>(ValueTile(stage.v[group]), token, warp, lane, X, bD);
       wgmma_fence(X, bD);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
@@ -299,13 +318,13 @@ struct StateGroup {
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) scale_tile({total, total}, S[n], S[n]);
       wgmma_wait<0>(X, O);
-      round_writes<kType>(stage, lane, X, R, wR);
+      round_writes<kType>(token, lane, X, R, wR);
       wgmma_fence(S, wR);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kWidth>(S, wR[m], k.along_columns(0, m));
       wgmma_commit();
 #pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) scale_tile(token_pair(stage, kOnQueryRead, n, lane), O[n], O[n]);
+      for (int n = 0; n < kTokenTiles; ++n) scale_tile(token_pair(token, kOnQueryRead, n, lane), O[n], O[n]);
       wgmma_fence(O, R);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
@@ -317,47 +336,58 @@ struct StateGroup {
       __syncwarp();  // all lanes have read the stage
       if (lane == 0) s.free[turn.stage].arrive();
     }
-    if (walk.chunks > 0) store_outputs(rO, rows_of(walk, walk.chunks - 1, walk.part.head));
+    if (walk.chunks > 0) store_outputs(rO, walk, walk.chunks - 1);
     save_state(walk, walk.chunks, true, S);
   }
 };
 
 // A block per part; a smaller grid goes round.
-template <DType kType>
-__global__ void __launch_bounds__(kThreads, 1)
+template <DType kType, int kGroups>
+__global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
     scan_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, int64_t parts) {
+  using Shape = Block<kGroups>;
   wait_for_previous_kernels();
-  auto& s = aligned_shared<Shared>();
+  auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       s.filled[i].init(1);
-      s.free[i].init(kStateThreads / kWarpSize);
+      s.free[i].init(Shape::kStateWarps);
     }
     fence_barrier_init();
   }
   __syncthreads();
-  const int warp = uniform_warp();
-  if (warp >= kStateThreads / kWarpSize) {
-    give_registers<kOtherRegisters>();
-    if (warp == kStateThreads / kWarpSize && elect_one()) bring_operands(args, maps, parts, s);
+  const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  if (warp >= Shape::kStateWarps) {
+    if constexpr (kGroups == 2) give_registers<Shape::kOtherRegisters>();
+    if (warp == Shape::kStateWarps && elect_one()) bring_operands<kGroups>(args, maps, parts, s);
   } else {
-    take_registers<kStateRegisters>();
+    if constexpr (kGroups == 2) take_registers<Shape::kStateRegisters>();
     const bool leader = threadIdx.x % kGroupThreads == 0;
-    const StateGroup<kType> group{args, maps, s, warp / 4, warp % 4, static_cast<int>(threadIdx.x) % kWarpSize, leader};
+    const StateGroup<kType, kGroups> group{args, maps, s, warp / 4, warp % 4, lane, leader};
     Turn turn;
-    for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) group.run(Walk(args, at), turn);
+    for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) group.run(Walk(args, at, Shape::kColumns), turn);
     if (leader) wait_stores_read<0>();
   }
+}
+
+template <DType kType, int kGroups>
+void launch_scan(const ChunkArgs& args, const ScanMaps& maps, const Context& context) {
+  using Shape = Block<kGroups>;
+  const DeltaRuleDeviceProblem& p = args.problem;
+  const int64_t ranges = (p.head_dim_v + Shape::kColumns - 1) / Shape::kColumns;
+  const int64_t parts = p.sequences.count * p.num_value_heads * ranges;
+  launch<scan_kernel<kType, kGroups>>(
+      "delta_rule chunk_sm90 scan", context,
+      {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},
+      args, maps, parts);
 }
 
 }  // namespace
 
 template <DType kType>
-void launch_scan(const ChunkArgs& args, const ScanMaps& maps, const Context& context) {
-  const int64_t parts = args.problem.sequences.count * args.problem.num_value_heads;
-  launch<scan_kernel<kType>>("delta_rule chunk_sm90 scan", context,
-                             {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), kThreads, sizeof(Shared), true},
-                             args, maps, parts);
+void launch_scan(const ChunkArgs& args, const ScanMaps& maps, int columns, const Context& context) {
+  columns == Block<1>::kColumns ? launch_scan<kType, 1>(args, maps, context)
+                                : launch_scan<kType, 2>(args, maps, context);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -23,10 +23,10 @@ struct ScanMaps {
 //     {64 - 16 (block + 1), block, 16 block, item}      rows [16 block, +16): columns below 16 (block + 1), then zeros
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items);
 
-size_t scan_bytes();  // of shared memory in a block
+size_t scan_bytes();  // of shared memory in the widest block
 
-// One launch. For bf16 and fp16, a file each.
+// One launch, of blocks with 64 or 128 value columns. For bf16 and fp16, a file each.
 template <DType kType>
-void launch_scan(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, const Context& context);
+void launch_scan(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, int columns, const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90

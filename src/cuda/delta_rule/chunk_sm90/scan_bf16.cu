@@ -2,8 +2,9 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
-size_t scan_bytes() { return sizeof(Shared); }
+size_t scan_bytes() { return sizeof(Block<2>::Shared); }
 
-template void launch_scan<DType::kBF16>(const ChunkArgs& args, const ScanMaps& maps, const Context& context);
+template void launch_scan<DType::kBF16>(const ChunkArgs& args, const ScanMaps& maps, int columns,
+                                        const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90

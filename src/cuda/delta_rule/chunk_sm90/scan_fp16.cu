@@ -2,6 +2,7 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
-template void launch_scan<DType::kF16>(const ChunkArgs& args, const ScanMaps& maps, const Context& context);
+template void launch_scan<DType::kF16>(const ChunkArgs& args, const ScanMaps& maps, int columns,
+                                       const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90
