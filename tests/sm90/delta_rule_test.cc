@@ -36,8 +36,9 @@ DeltaRuleForward arguments(const DeltaRuleCase& problem, const DeltaRuleResults&
 }
 
 // With outputs that held NaNs.
-DeltaRuleResults run_forward(const DeltaRuleCase& problem) {
+DeltaRuleResults run_forward(const DeltaRuleCase& problem, DType of_chunk_states = DType::kF32) {
   DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+  outputs.chunk_states = outputs.chunk_states.to(of_chunk_states);
   for (const auto& [name, tensor] : outputs.named()) const_cast<Tensor*>(tensor)->fill(kNaN);
   Call(forward_of_list, arguments(problem, outputs)).run(context_for(""));
   return outputs;
@@ -116,6 +117,18 @@ TEST(Sm90DeltaRuleForward, NothingOfTheNextSequence) {
   EXPECT_TRUE(support::same_bits(slice(beside.o, 1, 40, 110), slice(whole.o, 1, 40, 110)));
   EXPECT_TRUE(support::same_bits(slice(beside.final_state, 0, 1, 2), slice(whole.final_state, 0, 1, 2)));
   for (double value : slice(beside.o, 1, 40, 110).values()) ASSERT_FALSE(std::isnan(value));
+}
+
+// Kept in the type of k they are those of fp32, rounded, in either order of K and V.
+TEST(Sm90DeltaRuleForward, ChunkStatesInTheTypeOfK) {
+  for (bool v_first : {true, false}) {
+    DeltaRuleSpec spec = with_heads(spec_of(Gate::kPerHead, 200, 120, 104), 2, 1);
+    spec.dtype = DType::kBF16;
+    spec.options.state_v_first = v_first;
+    const DeltaRuleCase problem = draw(spec, 12);
+    const Tensor expected = run_forward(problem).chunk_states.to(DType::kBF16);
+    EXPECT_TRUE(support::same_bits(run_forward(problem, DType::kBF16).chunk_states, expected)) << v_first;
+  }
 }
 
 TEST(Sm90DeltaRuleForward, TwoRunsHaveTheSameBits) {

@@ -83,6 +83,7 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
   args.o = device_tensor(call.o);
   args.final_state = device_states(call.final_state, call.options.state_v_first);
   args.chunk_states = device_states(call.chunk_states, call.options.state_v_first);
+  args.state_width = chunk_16bit::state_row_width(problem, call.chunk_states);
 
   ScratchLayout measure;
   chunk_16bit::take_factors(measure, problem, args.num_chunks, false);

@@ -279,6 +279,27 @@ struct StateGroup {
                         lane, S);
   }
 
+  // The same before chunk c from the rounded state, where states have its type and rows along K. Neighbouring lanes
+  // exchange pairs: of 16 channels a lane has four that lie together, and four lanes have 32 bytes of a row.
+  __device__ __forceinline__ void save_rounded_state(const Walk& walk, int c, const Fragments<kKeySteps>& rS) const {
+    const StateAddress place = chunk_state_address(args, walk.part, walk.span.batch, c);
+    if (!place.exists) return;
+    const bool odd = lane % 2 == 1;
+    const int row = column(walk) + lane / 4, first = 2 * (lane % 4) + (odd ? 6 : 0);
+    uint16_t* to = static_cast<uint16_t*>(place.states.data) + place.offset + row * place.states.v_stride + first;
+#pragma unroll
+    for (int m = 0; m < kKeySteps; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t low = rS[m][h], high = rS[m][2 + h];
+        const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? low : high, 1);
+        if (row + 8 * h >= args.problem.head_dim_v || 16 * m + first >= args.state_width) continue;
+        *reinterpret_cast<uint2*>(to + 16 * m + 8 * h * place.states.v_stride) =
+            odd ? make_uint2(other, high) : make_uint2(low, other);
+      }
+    }
+  }
+
   // One part. S and O of a chunk are handed to the next one rounded: ptxas lets no sums pass from one turn of the loop to
   // the next beside a product on its way.
   __device__ __forceinline__ void run(const Walk& walk, Turn& turn) const {
@@ -291,7 +312,11 @@ struct StateGroup {
     round_sums<kType, kKeySteps>(S, rS);
     Fragments<kTokenSteps> rO;
     for (int c = 0; c < walk.chunks; ++c, turn.next()) {
-      if (args.chunk_states.present()) save_state(walk, c, false, S);
+      if (args.state_width > 0) {
+        save_rounded_state(walk, c, rS);
+      } else if (args.chunk_states.present()) {
+        save_state(walk, c, false, S);
+      }
       auto& stage = s.stage[turn.stage];
       const float* token = stage.token;
       const KeyTile k(stage.k), q(stage.q);
