@@ -191,6 +191,44 @@ TEST(Tma, TokensOfASequence) {
   }
 }
 
+// Rows of blocks of lower triangular matrices: zeros from the end of a diagonal block on, whatever is there.
+TEST(Tma, BlocksUpToADiagonal) {
+  constexpr int64_t kCount = 3, kSize = 64;
+  Tensor x = counting({kCount, kSize, kSize});
+  for (int64_t i = 0; i < x.size(); ++i) {
+    if (i % kSize / 16 > i / kSize % kSize / 16) x.set(i, kNaN);
+  }
+  const DeviceCopy copy(x, kCuda);
+  const TensorMap map = cuda::tensor_map({.data = static_cast<const uint16_t*>(copy.view().data) - 48,
+                                          .dtype = DType::kF16,
+                                          .rank = 4,
+                                          .sizes = {kSize, 4, kSize, kCount},
+                                          .strides = {1, 16, kSize, kSize * kSize},
+                                          .box = {kSize, 1, 16, 1}});
+  for (int block = 0; block < 4; ++block) {
+    for (int item = 0; item < kCount; ++item) {
+      const DeviceCopy out(Tensor(DType::kF16, {16, kSize}), kCuda);
+      cuda::load_one_box(map, 4, {{48 - 16 * block, block, 16 * block, item}}, 16 * 64 * 2, out.view().data);
+      const Tensor box = out.get();
+      for (int64_t i = 0; i < 16 * kSize; ++i) {
+        const double value = x[item * kSize * kSize + 16 * block * kSize + i];
+        ASSERT_EQ(box[swizzled_index(Swizzle::k128, i)], i % kSize < 16 * (block + 1) ? value : 0.0) << block;
+      }
+    }
+  }
+}
+
+TEST(Tma, OneTokenOfOneHead) {
+  const Tensor x = counting({1, 1, 1, 72});
+  const DeviceCopy copy(x, kCuda), out(Tensor(DType::kF16, {64, 64}), kCuda);
+  cuda::load_one_box(cuda::token_map(copy.view(), 64, 64, Swizzle::k128), 5, {{64, 0, 63, 1, 0}}, 64 * 64 * 2,
+                     out.view().data);
+  const Tensor box = out.get();
+  for (int64_t i = 0; i < box.size(); ++i) {
+    ASSERT_EQ(box[swizzled_index(Swizzle::k128, i)], i < 8 ? x[64 + i] : 0.0) << i;
+  }
+}
+
 TEST(Tma, WhoHasATokenMap) {
   const Tensor x(DType::kBF16, {2, 5, 3, 72});
   EXPECT_TRUE(cuda::has_token_map(x.view()));

@@ -90,14 +90,16 @@ bool has_token_map(const TensorView& tensor) {
 
 TensorMap token_map(const TensorView& tensor, int rows, int columns, Swizzle swizzle) {
   const auto& shape = tensor.shape;
-  // The stride along a dimension of one element may be anything; the map wants a multiple of 16 bytes.
-  const auto stride = [&](size_t axis) { return shape[axis] > 1 ? tensor.strides[axis] : kGroup; };
+  // The stride along a dimension of one element may be anything; the map gets that of a dense tensor.
+  const auto stride = [&](size_t axis, int64_t dense) { return shape[axis] > 1 ? tensor.strides[axis] : dense; };
+  const int64_t of_heads = stride(2, (shape[3] + kGroup - 1) / kGroup * kGroup);
+  const int64_t of_tokens = stride(1, shape[2] * of_heads), of_batches = stride(0, shape[1] * of_tokens);
   TensorMapSpec spec;
-  spec.data = static_cast<const char*>(tensor.data) - rows * stride(1) * element_size(tensor.dtype);
+  spec.data = static_cast<const char*>(tensor.data) - rows * of_tokens * element_size(tensor.dtype);
   spec.dtype = tensor.dtype;
   spec.rank = 5;
   const int64_t sizes[5] = {shape[3], shape[2], rows, shape[1] + 1, shape[0]};
-  const int64_t strides[5] = {1, stride(2), stride(1), stride(1), stride(0)};
+  const int64_t strides[5] = {1, of_heads, of_tokens, of_tokens, of_batches};
   const int box[5] = {columns, 1, rows, 1, 1};
   for (int i = 0; i < 5; ++i) {
     spec.sizes[i] = sizes[i];

@@ -371,7 +371,6 @@ template <DType kType, int kGroups>
 __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
     scan_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, int64_t parts) {
   using Shape = Block<kGroups>;
-  wait_for_previous_kernels();
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -380,6 +379,7 @@ __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
     }
     fence_barrier_init();
   }
+  wait_for_previous_kernels();
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
