@@ -134,13 +134,22 @@ void AsyncWork::wait_stores(int pending, bool written) {
   if (written) stores_.erase(stores_.begin(), stores_.begin() + static_cast<ptrdiff_t>(completed));
 }
 
+void AsyncWork::reset() {
+  fenced_ = false;
+  group_ = 0;
+  tiles_.clear();
+  watches_.clear();
+  open_stores_.clear();
+  stores_.clear();
+}
+
 const char* AsyncWork::leave() {
   if (!tiles_.empty()) return "leaves while products of its warpgroup are on their way";
   if (!open_stores_.empty()) return "leaves with bulk stores that were not committed";
   for (const StoreGroup& group : stores_) {
     if (!group.read) return "leaves while bulk stores read its shared memory";
   }
-  wait_stores(0, true);
+  if (!stores_.empty()) wait_stores(0, true);
   return nullptr;
 }
 

@@ -42,6 +42,8 @@ static_assert(sizeof(TransactionBarrier) == 8);
 
 class AsyncWork {
  public:
+  void reset();  // for another thread
+
   // Products, in groups (wgmma). A C tile is four accumulators of a thread.
 
   void fence() { fenced_ = true; }

@@ -86,9 +86,10 @@ class Block {
       fibers_[i]->waited = false;
       fibers_[i]->copies.clear();
       fibers_[i]->committed.clear();
-      fibers_[i]->async = {};
+      fibers_[i]->async.reset();
     }
     landings_.clear();
+    at_phases_ = 0;
     const size_t warps = threads / kLanes;
     backwards_ = (index.x + index.y + index.z) % 2 == 1;
     do {
@@ -112,6 +113,13 @@ class Block {
   }
 
   void begin_landing(std::function<void()> landing) { landings_.push_back(std::move(landing)); }
+  void wait_for_phase(uint32_t barrier, bool parity) {
+    if (transaction_barrier(barrier).completed(parity)) return;
+    current().phase_barrier = barrier;
+    current().parity = parity;
+    ++at_phases_;
+    stop(State::kAtPhase);
+  }
   int elected_lane() const { return backwards_ ? kLanes - 1 : 0; }
 
   void stop(State state) {
@@ -186,10 +194,13 @@ class Block {
 
   // Lets the threads go on whose phase has completed.
   void open_phases(size_t threads) {
+    if (at_phases_ == 0) return;
     for (size_t i = 0; i < threads; ++i) {
       Fiber& fiber = *fibers_[i];
       if (fiber.state != State::kAtPhase) continue;
-      if (transaction_barrier(fiber.phase_barrier).completed(fiber.parity)) fiber.state = State::kReady;
+      if (!transaction_barrier(fiber.phase_barrier).completed(fiber.parity)) continue;
+      fiber.state = State::kReady;
+      --at_phases_;
     }
   }
 
@@ -337,6 +348,7 @@ class Block {
   bool backwards_ = false;  // the order of warps and lanes
   size_t current_ = 0;
   std::deque<std::function<void()>> landings_;
+  size_t at_phases_ = 0;  // threads
   jmp_buf scheduler_;
   unsigned char* arena_ = nullptr;
   unsigned char* shared_ = nullptr;
@@ -385,14 +397,7 @@ void warpgroup_together(const char* name, WarpOperation operation, void* mine) {
 
 int elected_lane() { return Block::instance().elected_lane(); }
 
-void wait_for_phase(uint32_t barrier, bool parity) {
-  Block& block = Block::instance();
-  if (block.transaction_barrier(barrier).completed(parity)) return;
-  block.current().phase_barrier = barrier;
-  block.current().parity = parity;
-  block.stop(State::kAtPhase);
-}
-
+void wait_for_phase(uint32_t barrier, bool parity) { Block::instance().wait_for_phase(barrier, parity); }
 void begin_landing(std::function<void()> landing) { Block::instance().begin_landing(std::move(landing)); }
 AsyncWork& async_work() { return Block::instance().current().async; }
 void fail(const char* message) { Block::instance().fail("%s", message); }
