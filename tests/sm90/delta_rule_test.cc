@@ -36,12 +36,16 @@ DeltaRuleForward arguments(const DeltaRuleCase& problem, const DeltaRuleResults&
 }
 
 // With outputs that held NaNs.
+DeltaRuleResults run_into(DeltaRuleResults outputs, const DeltaRuleCase& problem) {
+  for (const auto& [name, tensor] : outputs.named()) outputs.at(name).fill(kNaN);
+  Call(forward_of_list, arguments(problem, outputs)).run(context_for(""));
+  return outputs;
+}
+
 DeltaRuleResults run_forward(const DeltaRuleCase& problem, DType of_chunk_states = DType::kF32) {
   DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
   outputs.chunk_states = outputs.chunk_states.to(of_chunk_states);
-  for (const auto& [name, tensor] : outputs.named()) const_cast<Tensor*>(tensor)->fill(kNaN);
-  Call(forward_of_list, arguments(problem, outputs)).run(context_for(""));
-  return outputs;
+  return run_into(outputs, problem);
 }
 
 void expect_as_reference(const DeltaRuleCase& problem) {
@@ -128,6 +132,39 @@ TEST(Sm90DeltaRuleForward, ChunkStatesInTheTypeOfK) {
     const DeltaRuleCase problem = draw(spec, 12);
     const Tensor expected = run_forward(problem).chunk_states.to(DType::kBF16);
     EXPECT_TRUE(support::same_bits(run_forward(problem, DType::kBF16).chunk_states, expected)) << v_first;
+  }
+}
+
+// Offsets that the host cannot refuse: the call looks at the memory around its tensors.
+TEST(Sm90DeltaRuleForward, MalformedOffsetsStayInside) {
+  DeltaRuleCase problem = draw(with_lengths(wide(Gate::kPerHead, 0), {30, 20, 19}), 13);
+  const DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+  for (const std::vector<int64_t>& offsets : kMalformedOffsets) {
+    problem.cu_seqlens = offsets_of(offsets);
+    EXPECT_NO_THROW(run_into(outputs, problem));
+  }
+}
+
+// A captured call serves other lengths: the tensor maps know none.
+TEST(Sm90DeltaRuleForward, GraphReplaysWithOtherLengths) {
+  const DeltaRuleCase problem = draw(with_lengths(wide(Gate::kPerHead, 0), {100, 60, 40}), 14);
+  const DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+  const CallOnDevice call(Call(forward_of_list, arguments(problem, outputs)));
+  const support::DeviceStream stream;
+  Context context = context_for("");
+  context.stream = stream.get();
+  const support::DeviceGraph graph(stream, [&] { call.enqueue(context); });
+  for (const std::vector<int64_t>& offsets : {std::vector<int64_t>{0, 1, 129, 200}, {0, 100, 100, 150}}) {
+    call["cu_seqlens"].set(offsets_of(offsets));
+    call.poison_outputs();
+    graph.launch(stream);
+    stream.wait();
+    DeltaRuleCase same = problem;
+    same.cu_seqlens = offsets_of(offsets);
+    const DeltaRuleResults direct = run_into(outputs, same);
+    EXPECT_TRUE(support::same_bits(call["o"].get(), direct.o));
+    EXPECT_TRUE(support::same_bits(call["final_state"].get(), direct.final_state));
+    for (double value : slice(call["o"].get(), 1, offsets.back(), 200).values()) ASSERT_TRUE(std::isnan(value));
   }
 }
 
