@@ -168,6 +168,18 @@ TEST(Sm90DeltaRuleForward, GraphReplaysWithOtherLengths) {
   }
 }
 
+// A sequence that is cut between two chunks, the state handed over: the same bits.
+TEST(Sm90DeltaRuleForward, CutsBetweenChunksDoNotShow) {
+  const DeltaRuleCase problem = draw(wide(Gate::kPerHead, 230), 15);
+  const DeltaRuleResults whole = run_forward(problem), head = run_forward(slice_tokens(problem, 0, 128));
+  DeltaRuleCase rest = slice_tokens(problem, 128, 230);
+  rest.initial_state = head.final_state;
+  const DeltaRuleResults tail = run_forward(rest);
+  EXPECT_TRUE(support::same_bits(head.o, slice(whole.o, 1, 0, 128)));
+  EXPECT_TRUE(support::same_bits(tail.o, slice(whole.o, 1, 128, 230)));
+  EXPECT_TRUE(support::same_bits(tail.final_state, whole.final_state));
+}
+
 TEST(Sm90DeltaRuleForward, TwoRunsHaveTheSameBits) {
   const DeltaRuleCase problem = draw(with_heads(wide(Gate::kPerHead, 200), 3, 1), 9);
   expect_same_bits(run_forward(problem), run_forward(problem), "two runs");
