@@ -75,6 +75,7 @@ typedef struct fw_context {
   void (*log)(void* user, const char* line); /* receives the verbose lines; null: stderr */
   void* log_user;
   int32_t trust_pointers; /* CUDA: the tensors are known to lie where they say, do not ask the driver */
+  size_t scratch_bytes;   /* CUDA: about so much scratch memory where the input can be cut into pieces; 0: a choice */
 } fw_context;
 
 typedef struct fw_delta_rule_options {
@@ -111,6 +112,7 @@ typedef struct fw_delta_rule_forward_args {
   fw_tensor o;            /* [B, T, HV, V] */
   fw_tensor final_state;  /* [N, HV, K, V]; optional */
   fw_tensor chunk_states; /* [B, NT, HV, K, V]; optional */
+  fw_tensor kept;         /* [B, NT, HV, W] int32, for the backward; optional */
 } fw_delta_rule_forward_args;
 
 typedef struct fw_delta_rule_backward_args {
@@ -121,6 +123,7 @@ typedef struct fw_delta_rule_backward_args {
   fw_tensor d_final_state;                                            /* [N, HV, K, V]; absent: 0 */
   fw_tensor chunk_states;                                             /* the forward's; optional */
   fw_tensor dq, dk, dv, dg, dbeta, da_log, ddt_bias, d_initial_state; /* each optional */
+  fw_tensor kept;                                                     /* the forward's; optional */
 } fw_delta_rule_backward_args;
 
 typedef struct fw_delta_rule_step_args {
@@ -541,6 +544,9 @@ FW_API fw_status fw_gate_activation_backward(const fw_context* context, const fw
 /* NT, the chunks along axis 1 of chunk_states. `cu_seqlens` may be null: one length for all. */
 FW_API fw_status fw_delta_rule_num_chunks(int64_t tokens, const fw_tensor* cu_seqlens, int32_t chunk_size,
                                           int64_t* num_chunks);
+/* W of `kept` for q, k and v of a type and keys of K channels; 0 where nothing can be kept. */
+FW_API fw_status fw_delta_rule_kept_words(const fw_context* context, const fw_delta_rule_options* options,
+                                          int32_t dtype, int64_t head_dim_k, int64_t* words);
 
 #ifdef __cplusplus
 }

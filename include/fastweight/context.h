@@ -35,6 +35,9 @@ struct Context {
   // CUDA: the caller vouches that every tensor lies where its view says. Otherwise the driver is asked about each of
   // them, which takes a few tenths of a microsecond; with a wrong promise a kernel runs into an illegal access.
   bool trust_pointers = false;
+  // CUDA: scratch memory that grows with the length of the input is kept to about so many bytes where a kernel can walk
+  // over the input in pieces, which changes no bit. 0: as much as keeps it fast, for a forward below 512 MB.
+  size_t scratch_bytes = 0;
 };
 
 }  // namespace fastweight

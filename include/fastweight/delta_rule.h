@@ -74,6 +74,8 @@ struct DeltaRuleForward {
   TensorView final_state;   // [N, HV, K, V] fp32; optional
   TensorView chunk_states;  // [B, NT, HV, K, V], the state before every chunk; optional. fp32, or k's type. With
                             // cu_seqlens on CUDA any NT up to delta_rule_num_chunks; chunks from NT on are not written
+  TensorView kept;          // [B, NT, HV, W] int32, dense, NT from delta_rule_num_chunks and W from
+                            // delta_rule_kept_words; optional: what was made of the chunks, for the backward
 };
 
 // Gradients of a loss whose gradient with respect to o and the final state is given. Every output is optional,
@@ -86,6 +88,7 @@ struct DeltaRuleBackward {
   TensorView d_final_state;  // [N, HV, K, V]; absent: 0
   TensorView chunk_states;   // the forward's: saves recomputing the states. fp32, or k's type, whose rounding shows in
                              // the gradients. Absent: the states are recomputed
+  TensorView kept;           // the forward's, of the same inputs: saves making it again. No bit depends on it
 
   TensorView dq, dk, dv, dg, dbeta, da_log, ddt_bias;
   TensorView d_initial_state;  // [N, HV, K, V] fp32; with initial_state only
@@ -109,6 +112,9 @@ std::string delta_rule_step(const Context& context, const DeltaRuleStep& args);
 // The number of chunks NT along axis 1 of chunk_states: ceil(T / C), or the sum over the sequences of cu_seqlens. With
 // cu_seqlens on CUDA, whose contents are not read: the most that there can be.
 int64_t delta_rule_num_chunks(int64_t tokens, const TensorView& cu_seqlens, int32_t chunk_size);
+
+// W of `kept` for q, k and v of a type and keys of K channels on the context's device; 0 where nothing can be kept.
+int64_t delta_rule_kept_words(const Context& context, const DeltaRuleOptions& options, DType dtype, int64_t head_dim_k);
 
 // What the library holds for this family, most special first.
 std::vector<ImplementationInfo> delta_rule_implementations();

@@ -88,12 +88,13 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
     const Options options(arguments);
     const auto chunk_states_dtype = arguments.take<std::optional<int32_t>>();
     const Tensor cu_seqlens_cpu = arguments.optional_tensor();
+    const auto kept_words = arguments.take<int64_t>();
     DeltaRuleForward args;
     args.options = options.resolved();
     in.view_as(args.in);
 
     const TensorView& q = args.in.q;
-    Tensor o = make_output(args.in, args.o), final_state, chunk_states;
+    Tensor o = make_output(args.in, args.o), final_state, chunk_states, kept;
     if (options.bits & kOutputFinalState) {
       const auto [rows, columns] = state_axes(args.in, args.options);
       const int64_t count = num_sequences(q, args.in.cu_seqlens);
@@ -105,10 +106,14 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
                                        dtype_of("chunk_states", *chunk_states_dtype),
                                        (options.bits & kStatesForBackward) != 0, args.chunk_states);
     }
+    if (kept_words > 0) {
+      const int64_t count = delta_rule_num_chunks(extent(q, 1), args.in.cu_seqlens, args.options.chunk_size);
+      kept = dense(q, DType::kI32, {extent(q, 0), count, extent(args.in.v, 2), kept_words}, args.kept);
+    }
     ContextOf context(q);
     choose_form(options, context);
     delta_rule_forward(context, args);
-    give(stack, o, final_state, chunk_states);
+    give(stack, o, final_state, chunk_states, kept);
   });
 }
 
@@ -128,6 +133,18 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
     choose_form(options, context);
     delta_rule_backward(context, args);
     gradients.give(stack);
+  });
+}
+
+void kept_words(StableIValue* stack, uint64_t, uint64_t) {
+  guarded([stack] {
+    Arguments arguments(stack);
+    Context context;
+    context.device = {DeviceType::kCuda, static_cast<int>(arguments.take<int64_t>())};
+    DeltaRuleOptions options;
+    options.gate = static_cast<Gate>(arguments.take<int64_t>());
+    const DType dtype = dtype_of("dtype", arguments.take<int32_t>());
+    *stack = torch::stable::detail::from(delta_rule_kept_words(context, options, dtype, arguments.take<int64_t>()));
   });
 }
 
@@ -151,7 +168,8 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
 
 std::span<const Operator> delta_rule_operators() {
   const std::string inputs = argument_schema<DeltaRuleInputs>() + kOptionSchema;
-  const std::string forward_schema = "(" + inputs + ", ScalarType? chunk_states_dtype, Tensor? cu_seqlens_cpu) -> " +
+  const std::string forward_schema = "(" + inputs +
+                                     ", ScalarType? chunk_states_dtype, Tensor? cu_seqlens_cpu, int kept_words) -> " +
                                      result_schema<DeltaRuleForward>();
   static const Operator operators[] = {
       {"delta_rule_forward" + forward_schema, &forward},
@@ -161,6 +179,7 @@ std::span<const Operator> delta_rule_operators() {
        &backward},
       {"delta_rule_step(" + argument_schema<DeltaRuleStep>() + inputs + ") -> " + result_schema<DeltaRuleStep>(),
        &step},
+      {"delta_rule_kept_words(int cuda_device, int gate, ScalarType dtype, int head_dim_k) -> int", &kept_words},
   };
   return operators;
 }

@@ -1,7 +1,8 @@
 """The operators of the delta-rule family inside PyTorch.
 
 The schemas follow from the tables in src/core/delta_rule_fields.h (python/bindings/delta_rule.cc): inputs (q, k, v, g,
-beta, .., cu_seqlens), options (bits, scale, lower_bound), for a forward then (chunk_states_dtype, cu_seqlens_cpu). The
+beta, .., cu_seqlens), options (bits, scale, lower_bound), for a forward then (chunk_states_dtype, cu_seqlens_cpu,
+kept_words). The
 bits are a gate, the switches below, and `chunk_size << CHUNK_SIZE_SHIFT`.
 """
 
@@ -65,8 +66,8 @@ def state_dtype(q: Tensor) -> torch.dtype:
 
 
 def _saved(inputs, options, outputs):
-    """Chunk states that are no result spare the backward the work of finding them again."""
-    return (outputs[2] if options[0] & STATES_FOR_BACKWARD else None, *inputs)
+    """Chunk states that are no result, and what else was kept, spare the backward the work of making them again."""
+    return (outputs[2] if options[0] & STATES_FOR_BACKWARD else None, outputs[3], *inputs)
 
 
 _forward = differentiable(
@@ -91,6 +92,24 @@ def _dtype_of_kept_states(q: Tensor, options: int, disable_recompute: bool) -> t
     return state_dtype(q) if disable_recompute else None
 
 
+@torch.compiler.assume_constant_result
+def _kept_words(device: int, gate: int, dtype: torch.dtype, head_dim_k: int) -> int:
+    return operators.delta_rule_kept_words(device, gate, dtype, head_dim_k)
+
+
+def _words_of_kept_factors(q: Tensor, options: int, disable_recompute: bool) -> int:
+    """How many words such a forward keeps beside the states, of every chunk and value head; 0: none.
+
+    With one decay per head, and with none, a quarter of the memory of q, k, v and o (64 tokens to a chunk, K = V = 128).
+    With one per channel as much as they have themselves: then only where it is told to.
+    """
+    gate = options & 3
+    if gate == PER_CHANNEL and not disable_recompute:
+        return 0
+    index = q.device.index if q.device.index is not None else torch.cuda.current_device()
+    return _kept_words(index, gate, q.dtype, q.shape[3])
+
+
 def forward(
     inputs: tuple,
     options: int,
@@ -99,12 +118,15 @@ def forward(
     disable_recompute: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """(o, final_state), None where it was not asked for."""
-    dtype = None
+    dtype, kept_words = None, 0
     if needs_gradient(inputs):
-        dtype = _dtype_of_kept_states(inputs[0], options, disable_recompute)
+        q = inputs[0]
+        dtype = _dtype_of_kept_states(q, options, disable_recompute)
         if dtype is not None:
             options |= STATES_FOR_BACKWARD
-    o, final_state, _ = _forward(inputs, (options, scale, lower_bound, dtype, None))
+        if q.device.type == "cuda" and dtype == q.dtype:
+            kept_words = _words_of_kept_factors(q, options, disable_recompute)
+    o, final_state, _, _ = _forward(inputs, (options, scale, lower_bound, dtype, None, kept_words))
     return o, final_state
 
 
@@ -112,7 +134,7 @@ def forward_with_states(
     inputs: tuple, options: int, scale: float | None, lower_bound: float | None, cu_seqlens_cpu: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(o, final_state, chunk_states), the states before every chunk in the type of k. No gradients."""
-    return _forward(inputs, (options, scale, lower_bound, inputs[1].dtype, cu_seqlens_cpu))
+    return _forward(inputs, (options, scale, lower_bound, inputs[1].dtype, cu_seqlens_cpu, 0))[:3]
 
 
 _step_operator = operators.delta_rule_step.default
@@ -131,15 +153,19 @@ def _fake_forward(*arguments):
     B, T, HV, V = x.v.shape
     K = x.q.shape[3]
     state = (HV, V, K) if x.options & STATE_V_FIRST else (HV, K, V)
-    final_state = chunk_states = None
+    final_state = chunk_states = kept = None
     if x.options & OUTPUT_FINAL_STATE:
         N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
         final_state = x.q.new_empty((N, *state), dtype=state_dtype(x.q))
+    if x.cu_seqlens is None:
+        most_chunks = (T + chunk_size - 1) // chunk_size
+    else:
+        most_chunks = torch.sym_min(T, T // chunk_size + x.cu_seqlens.shape[0] - 1)
+    if x.kept_words > 0:
+        kept = x.q.new_empty((B, most_chunks, HV, x.kept_words), dtype=torch.int32)
     if x.chunk_states_dtype is not None:
-        if x.cu_seqlens is None:
-            NT = (T + chunk_size - 1) // chunk_size
-        elif x.cu_seqlens.device.type == "cuda" and x.cu_seqlens_cpu is None:  # the most that there can be
-            NT = torch.sym_min(T, T // chunk_size + x.cu_seqlens.shape[0] - 1)
+        if x.cu_seqlens is None or (x.cu_seqlens.device.type == "cuda" and x.cu_seqlens_cpu is None):
+            NT = most_chunks
         else:
             NT = torch.library.get_ctx().new_dynamic_size()
         if x.options & STATES_FOR_BACKWARD:
@@ -147,7 +173,7 @@ def _fake_forward(*arguments):
             chunk_states = chunk_states if x.options & STATE_V_FIRST else chunk_states.transpose(-1, -2)
         else:
             chunk_states = x.q.new_empty((B, NT, *state), dtype=x.chunk_states_dtype)
-    return x.q.new_empty((B, T, HV, V)), final_state, chunk_states
+    return x.q.new_empty((B, T, HV, V)), final_state, chunk_states, kept
 
 
 torch.library.register_fake("fastweight::delta_rule_forward", _fake_forward)
@@ -155,7 +181,7 @@ torch.library.register_fake("fastweight::delta_rule_differentiable", _fake_forwa
 
 
 @torch.library.register_fake("fastweight::delta_rule_backward")
-def _(d_o, d_final_state, chunk_states, *rest):
+def _(d_o, d_final_state, chunk_states, kept, *rest):
     inputs, mask = rest[: _NUM_INPUTS - 1], rest[-1]
     dtypes = tuple(None if x is None else x.dtype for x in inputs[:-1])
     return fake_gradients(inputs, (*dtypes, state_dtype(inputs[0])), mask)

@@ -1,6 +1,7 @@
 #include "capi/convert.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdio>
 #include <exception>
 #include <mutex>
@@ -29,6 +30,9 @@ TensorView to_view(const fw_tensor& tensor) {
   return view;
 }
 
+template <>
+inline constexpr size_t kFirstSize<fw_context> = offsetof(fw_context, scratch_bytes);
+
 Context to_context(const fw_context* pointer) {
   const fw_context from = required<Context>("context", pointer);
   Context context;
@@ -41,6 +45,7 @@ Context to_context(const fw_context* pointer) {
   context.log = from.log;
   context.log_user = from.log_user;
   context.trust_pointers = from.trust_pointers != 0;
+  context.scratch_bytes = from.scratch_bytes;
   return context;
 }
 

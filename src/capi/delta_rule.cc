@@ -1,6 +1,8 @@
 // The C interface of the delta-rule family.
 #include "fastweight/delta_rule.h"
 
+#include <cstddef>
+
 #include "capi/convert.h"
 #include "core/delta_rule_fields.h"
 
@@ -8,6 +10,11 @@ namespace fastweight {
 
 static_assert(static_cast<int32_t>(Gate::kPerChannel) == FW_GATE_PER_CHANNEL);
 static_assert(static_cast<int32_t>(DType::kI64) == FW_I64);
+
+template <>
+inline constexpr size_t capi::kFirstSize<fw_delta_rule_forward_args> = offsetof(fw_delta_rule_forward_args, kept);
+template <>
+inline constexpr size_t capi::kFirstSize<fw_delta_rule_backward_args> = offsetof(fw_delta_rule_backward_args, kept);
 
 }  // namespace fastweight
 
@@ -51,6 +58,18 @@ fw_status fw_delta_rule_num_chunks(int64_t tokens, const fw_tensor* cu_seqlens, 
     const fastweight::TensorView view =
         cu_seqlens == nullptr ? fastweight::TensorView{} : fastweight::capi::to_view(*cu_seqlens);
     *num_chunks = fastweight::delta_rule_num_chunks(tokens, view, chunk_size);
+  });
+}
+
+fw_status fw_delta_rule_kept_words(const fw_context* context, const fw_delta_rule_options* options, int32_t dtype,
+                                   int64_t head_dim_k, int64_t* words) {
+  return fastweight::capi::guarded([&] {
+    if (words == nullptr) fastweight::check::invalid("words", "a pointer", "null");
+    fastweight::DeltaRuleOptions resolved;
+    fastweight::capi::copy_fields(fastweight::capi::required<fastweight::DeltaRuleOptions>("options", options),
+                                  resolved);
+    *words = fastweight::delta_rule_kept_words(fastweight::capi::to_context(context), resolved,
+                                               static_cast<fastweight::DType>(dtype), head_dim_k);
   });
 }
 

@@ -24,6 +24,7 @@ inline constexpr auto kTensors<DeltaRuleForward, S> = std::to_array<TensorField<
     {"o", Use::kWrites, &S::o},
     {"final_state", Use::kWritesState, &S::final_state},
     {"chunk_states", Use::kWritesState, &S::chunk_states},
+    {"kept", Use::kWritesState, &S::kept},
 });
 
 template <class S>
@@ -31,6 +32,7 @@ inline constexpr auto kTensors<DeltaRuleBackward, S> = std::to_array<TensorField
     {"d_o", Use::kMayRead, &S::d_o},
     {"d_final_state", Use::kMayRead, &S::d_final_state},
     {"chunk_states", Use::kMayRead, &S::chunk_states},
+    {"kept", Use::kMayRead, &S::kept},
     {"dq", Use::kWrites, &S::dq, "q"},
     {"dk", Use::kWrites, &S::dk, "k"},
     {"dv", Use::kWrites, &S::dv, "v"},

@@ -10,6 +10,7 @@
 #include "core/parameters.h"
 #include "cpu/delta_rule/registry.h"
 #include "cuda/backend.h"
+#include "cuda/delta_rule/registry.h"
 #include "ops/dispatch.h"
 #include "ops/entry.h"
 
@@ -206,6 +207,25 @@ void check_chunk_states(const TensorView& view, const DeltaRuleInputs& in, const
   check::dtype("chunk_states", view, {DType::kF32, in.k.dtype});
 }
 
+int64_t kept_words(const Context& context, const DeltaRuleOptions& options, DType dtype, int64_t K) {
+  if (context.device.type != DeviceType::kCuda) return 0;
+  return cuda::delta_rule_kept_words(context.device, options.gate, dtype, K);
+}
+
+// Counted anew: NT may be that of the chunk states, which may be fewer.
+void check_kept(const Context& context, const TensorView& view, const DeltaRuleInputs& in,
+                const DeltaRuleOptions& options, const DeltaRuleSizes& sizes) {
+  const int64_t words = kept_words(context, options, in.q.dtype, sizes.head_dim_k);
+  if (words == 0)
+    invalid("kept", "none: " + check::text(in.q.dtype) + " on " + check::text(context.device) + " keeps nothing",
+            "a tensor");
+  check::shape(
+      "kept", view,
+      {sizes.batch, count_chunks(sizes.tokens, in.cu_seqlens, options.chunk_size), sizes.num_value_heads, words});
+  check::dtype("kept", view, {DType::kI32});
+  if (!check::is_dense(view)) invalid("kept", "a dense tensor", "strides with gaps");
+}
+
 void check_output(const DeltaRuleInputs& in, const TensorView& o, const DeltaRuleSizes& sizes) {
   check::present("o", o);
   check::shape("o", o, {sizes.batch, sizes.tokens, sizes.num_value_heads, sizes.head_dim_v});
@@ -241,18 +261,19 @@ DeltaRuleSizes check_inputs(const DeltaRuleInputs& in, const DeltaRuleOptions& o
   return sizes;
 }
 
-void check_rest(const DeltaRuleForward& args, DeltaRuleSizes& sizes) {
+void check_rest(const Context& context, const DeltaRuleForward& args, DeltaRuleSizes& sizes) {
   check_output(args.in, args.o, sizes);
   if (args.final_state.present()) {
     check::shape("final_state", args.final_state, state_shape(sizes.num_sequences, args.options, sizes));
     check_state_dtype("final_state", args.final_state, args.in);
   }
+  if (args.kept.present()) check_kept(context, args.kept, args.in, args.options, sizes);
   if (args.chunk_states.present()) {
     check_chunk_states(args.chunk_states, args.in, args.options, sizes);
   }
 }
 
-void check_rest(const DeltaRuleBackward& args, DeltaRuleSizes& sizes) {
+void check_rest(const Context& context, const DeltaRuleBackward& args, DeltaRuleSizes& sizes) {
   const DeltaRuleInputs& in = args.in;
   if (args.d_o.present()) {
     check::shape("d_o", args.d_o, {sizes.batch, sizes.tokens, sizes.num_value_heads, sizes.head_dim_v});
@@ -263,6 +284,7 @@ void check_rest(const DeltaRuleBackward& args, DeltaRuleSizes& sizes) {
     check::shape("d_final_state", args.d_final_state, state);
     check::floating("d_final_state", args.d_final_state);
   }
+  if (args.kept.present()) check_kept(context, args.kept, in, args.options, sizes);
   if (args.chunk_states.present()) {
     check_chunk_states(args.chunk_states, args.in, args.options, sizes);
   }
@@ -284,7 +306,7 @@ void check_gradients(const Transition& transition) {
   if (transition.d_writer.present()) check::like("db", transition.d_writer, transition.writer);
 }
 
-void check_rest(const DeltaRuleStep& args, const DeltaRuleSizes& sizes) {
+void check_rest(const Context&, const DeltaRuleStep& args, const DeltaRuleSizes& sizes) {
   check::absent("initial_state", args.in.initial_state, "in a step");
   check_output(args.in, args.o, sizes);
   check::present("state", args.state);
@@ -321,7 +343,7 @@ DeltaRuleProblem<Args> make_problem(const Context& context, const Args& args, co
   check_options(args.options);
   DeltaRuleProblem<Args> problem;
   problem.sizes = check_inputs(args.in, args.options, transition);
-  check_rest(args, problem.sizes);
+  check_rest(context, args, problem.sizes);
   check_gradients(transition);
   check::memory(arguments);
   if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context, arguments);
@@ -389,6 +411,16 @@ int64_t delta_rule_num_chunks(int64_t tokens, const TensorView& cu_seqlens, int3
     check::well_formed("cu_seqlens", cu_seqlens);
     if (cu_seqlens.present()) check::cu_seqlens(cu_seqlens, tokens);
     return count_chunks(tokens, cu_seqlens, chunk_size);
+  });
+}
+
+int64_t delta_rule_kept_words(const Context& context, const DeltaRuleOptions& options, DType dtype,
+                              int64_t head_dim_k) {
+  return entry_point("delta_rule_kept_words", [&] {
+    check::context(context);
+    check_options(options);
+    check::in_range("head_dim_k", head_dim_k, 1, kMaxHeadDim);
+    return kept_words(context, options, dtype, head_dim_k);
   });
 }
 

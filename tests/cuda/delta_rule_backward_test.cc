@@ -192,6 +192,64 @@ TEST_P(CudaDeltaRuleBackward, FromKeptStates) {
   }
 }
 
+// What a forward leaves to its backward, and both in pieces of the input ------------------------------------------------
+
+// A forward that keeps states and, if wanted, factors, and the backward from them.
+std::pair<DeltaRuleResults, DeltaRuleResults> train(const DeltaRuleCase& problem, const Context& context,
+                                                    bool keep_factors) {
+  const DeltaRuleSpec& one = problem.spec;
+  DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+  outputs.chunk_states = outputs.chunk_states.to(one.dtype);
+  const support::Call forward = call_of(Mode::kForward, problem, outputs);
+  DeltaRuleResults gradients = outputs_of(Mode::kBackward, problem);
+  const support::Call backward = call_of(Mode::kBackward, problem, gradients);
+  backward["chunk_states"] = outputs.chunk_states.view();
+  TensorView lengths = forward["cu_seqlens"];
+  lengths.device = context.device;  // where they will be: their contents are not looked at
+  const int64_t chunks = delta_rule_num_chunks(problem.q.shape()[1], lengths, one.options.chunk_size);
+  const int64_t words = delta_rule_kept_words(context, one.options, one.dtype, one.K);
+  const Tensor kept(DType::kI32, {problem.q.shape()[0], chunks, one.HV, words});
+  if (keep_factors) forward["kept"] = backward["kept"] = kept.view();
+  outputs.implementation = forward.run(context);
+  gradients.implementation = backward.run(context);
+  return {std::move(outputs), std::move(gradients)};
+}
+
+TEST_P(CudaDeltaRuleBackward, FromKeptFactors) {
+  for (int64_t K : first<int64_t>({36, 128, 256}, 1)) {
+    DeltaRuleSpec one = with_lengths(with_heads(spec(0, K, 36), 1, 2), {67, 0, 20});
+    one.options.qk_l2norm = true;
+    for (const DeltaRuleSpec& each : {one, with_heads(spec(70, K, 36), 1, 2)}) {
+      const DeltaRuleCase problem = draw(each, 39);
+      const auto [outputs, gradients] = train(problem, context_for(""), false);
+      const auto [same_outputs, same_gradients] = train(problem, context_for(""), true);
+      expect_same_bits(same_outputs, outputs, describe(each));
+      expect_same_bits(same_gradients, gradients, describe(each));
+    }
+  }
+}
+
+// A small limit of scratch memory cuts the input into as many pieces as the kernels go along with.
+TEST_P(CudaDeltaRuleBackward, InPieces) {
+  DeltaRuleSpec whole = with_heads(spec(16 * 13 - 5, 36, 36), 1, 2);
+  whole.B = 2;
+  const DeltaRuleSpec packed = with_lengths(with_heads(spec(0, 36, 36), 1, 2), {0, 20, 110, 0, 1, 70, 17});
+  for (DeltaRuleSpec one : {whole, packed}) {
+    one.options.chunk_size = 16;
+    one.options.gate_in_kernel = GetParam() != Gate::kNone;
+    const DeltaRuleCase problem = draw(one, 40);
+    Context pieces = context_for("");
+    pieces.scratch_bytes = 1;
+    const auto [outputs, gradients] = train(problem, context_for(""), false);
+    for (bool keep_factors : {false, true}) {
+      const auto [same_outputs, same_gradients] = train(problem, pieces, keep_factors);
+      expect_same_bits(same_outputs, outputs, describe(one));
+      expect_same_bits(same_gradients, gradients, describe(one));
+    }
+    expect_same_bits(support::backward(problem, pieces), gradients, describe(one));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Operators, CudaDeltaRuleBackward, ::testing::ValuesIn(kGates),
                          [](const auto& instance) { return name_of(instance.param); });
 

@@ -46,11 +46,32 @@ FW_HOST_DEVICE inline int64_t chunks_of(int64_t length, int64_t chunk_size) {
 }
 
 // How many chunks there are at most, over all sequences: what a grid with one block per chunk is launched with.
-inline int64_t max_chunks(const Sequences& sequences, int64_t chunk_size) {
+FW_HOST_DEVICE inline int64_t max_chunks(const Sequences& sequences, int64_t chunk_size) {
   if (sequences.offsets == nullptr) return sequences.count * chunks_of(sequences.tokens, chunk_size);
   const int64_t bound = sequences.tokens / chunk_size + sequences.count;
   return bound < sequences.tokens ? bound : sequences.tokens;
 }
+
+// Which chunks of every batch row a launch works on, where scratch memory is not to grow with the length: those with
+// the places [begin, end) in the row. With offsets there is one row, of all sequences.
+struct ChunkWindow {
+  int64_t begin = 0, end = 0;  // within the row
+  int64_t row = 0;             // chunks of a row; with offsets a bound
+
+  FW_HOST_DEVICE int64_t width() const { return end - begin; }
+  FW_HOST_DEVICE bool is_all() const { return width() == row; }
+  // Chunks are numbered row after row; the chunks of a window have slots in the same order.
+  FW_HOST_DEVICE int64_t slot_of(int64_t chunk) const {
+    if (is_all()) return chunk;
+    const int64_t above = chunk / row;
+    return above * width() + chunk - above * row - begin;
+  }
+  FW_HOST_DEVICE int64_t chunk_in(int64_t slot) const {
+    if (is_all()) return slot;
+    const int64_t above = slot / width();
+    return above * row + slot - above * width() + begin;
+  }
+};
 
 // Sequences with the number of chunks before each. `first_chunk` is [count + 1] in device memory, filled by
 // build_first_chunks; null for a fixed length, which needs none.
@@ -59,6 +80,13 @@ struct ChunkedSequences {
   const int64_t* first_chunk = nullptr;
   int64_t chunk_size = 64;
 };
+
+inline ChunkWindow whole_window(const ChunkedSequences& chunked) {
+  const Sequences& sequences = chunked.sequences;
+  const int64_t row = sequences.offsets == nullptr ? chunks_of(sequences.tokens, chunked.chunk_size)
+                                                   : max_chunks(sequences, chunked.chunk_size);
+  return {0, row, row};
+}
 
 // Where chunk-start states of sequence n begin along the chunk axis of its batch row.
 FW_HOST_DEVICE inline int64_t first_chunk_of(const ChunkedSequences& chunked, int64_t n) {

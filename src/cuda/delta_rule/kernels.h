@@ -24,6 +24,7 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context);
 std::string declines_backward(const DeltaRuleBackwardProblem& problem);
 std::string config_text(const DeltaRuleBackwardProblem& problem);
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context);
+int64_t kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k);  // of `kept`; 0: it declines them
 }  // namespace chunk_16bit
 
 // The same on Hopper's own instructions, where FASTWEIGHT_SM90 is defined: K and V from 65 to 128, one decay per head or

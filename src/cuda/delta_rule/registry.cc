@@ -5,10 +5,16 @@
 namespace fastweight::cuda {
 namespace {
 
+// Of an implementation that leaves `kept` alone.
+template <auto kDeclines>
+std::string keeping_nothing(const DeltaRuleForwardProblem& problem) {
+  return problem.args.kept.present() ? "keeps nothing for a backward" : kDeclines(problem);
+}
+
 constexpr Implementation<DeltaRuleForwardProblem> kForward[] = {
     {"chunk_16bit", chunk_16bit::declines_forward, always, chunk_16bit::forward, chunk_16bit::config_text},
-    {"chunk_fp32", chunk_fp32::declines_forward, always, chunk_fp32::forward, chunk_fp32::config_text},
-    {"recurrent", beyond_all_kernels, always, recurrent::forward},
+    {"chunk_fp32", keeping_nothing<chunk_fp32::declines_forward>, always, chunk_fp32::forward, chunk_fp32::config_text},
+    {"recurrent", keeping_nothing<beyond_all_kernels<DeltaRuleForwardProblem>>, always, recurrent::forward},
 };
 constexpr Implementation<DeltaRuleBackwardProblem> kBackward[] = {
     {"chunk_16bit", chunk_16bit::declines_backward, always, chunk_16bit::backward, chunk_16bit::config_text},
@@ -24,5 +30,9 @@ constexpr Implementation<DeltaRuleStepProblem> kStep[] = {
 std::span<const Implementation<DeltaRuleForwardProblem>> delta_rule_forward_list() { return kForward; }
 std::span<const Implementation<DeltaRuleBackwardProblem>> delta_rule_backward_list() { return kBackward; }
 std::span<const Implementation<DeltaRuleStepProblem>> delta_rule_step_list() { return kStep; }
+
+int64_t delta_rule_kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k) {
+  return chunk_16bit::kept_words(device, gate, dtype, head_dim_k);
+}
 
 }  // namespace fastweight::cuda

@@ -12,4 +12,7 @@ std::span<const Implementation<DeltaRuleForwardProblem>> delta_rule_forward_list
 std::span<const Implementation<DeltaRuleBackwardProblem>> delta_rule_backward_list();
 std::span<const Implementation<DeltaRuleStepProblem>> delta_rule_step_list();
 
+// How many 32-bit words a forward can keep of every chunk and value head for its backward; 0: none.
+int64_t delta_rule_kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k);
+
 }  // namespace fastweight::cuda

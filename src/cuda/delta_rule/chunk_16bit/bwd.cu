@@ -67,36 +67,63 @@ int ranges_of(const DeltaRuleBackwardProblem& problem) {
 // Whether the gradients run beside the scan back: where it leaves a quarter of the device idle. With less to gain, taking
 // the chunks as they come costs more than it brings (measured on an H200: 64 heads of 128 columns, 8.5 against 7.9 ms).
 bool runs_beside(const DeltaRuleBackwardProblem& problem) {
-  if (has_decay_per_channel(problem)) return false;
   const DeltaRuleSizes& sizes = problem.sizes;
   const int64_t blocks = sizes.num_sequences * sizes.num_value_heads * ranges_of(problem);
   return 4 * blocks <= 3 * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
 }
 
+// The states are those of the caller, or at least made of them: no scan forward has to be repeated.
+bool knows_states(const DeltaRuleBackwardProblem& problem) { return problem.args.chunk_states.present(); }
+
+// Whose factors are made window by window: whoever repeats the scan forward needs all of them first.
+bool has_factors_of_window(const DeltaRuleBackwardProblem& problem) {
+  return knows_states(problem) && !problem.args.kept.present();
+}
+
+// What G, Y and the factors take is divided by four where it is much, and then kept below a bound.
+Windows back_windows(const DeltaRuleBackwardProblem& problem, const ChunkArgs& chunk, const Context& context) {
+  constexpr size_t kMuch = size_t{160} << 20, kMost = size_t{512} << 20;
+  ScratchLayout one;
+  if (has_factors_of_window(problem)) take_factors(one, problem, 1, true);
+  const int64_t V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
+  one.take<uint16_t>(problem.sizes.num_value_heads * V * (K + kChunkRows));
+  const int64_t four = std::min<int64_t>(count_for(chunk, one.bytes(), kMuch, context), 4);
+  return windows_of(chunk, std::max(four, count_for(chunk, one.bytes(), kMost, context)));
+}
+
 struct Scratch {
-  FactorScratch factors;
+  int64_t* first_chunk;
+  ChunkFactors factors;
+  uint32_t* flags;  // of BackProgress; the counters of all windows follow them
   uint16_t *S, *G, *Y;
+  float* carried;
   double* parameter_parts;
   float* key_sums;
 };
 
-Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& problem, const ChunkArgs& chunk) {
-  const int64_t items = chunk.num_chunks * problem.sizes.num_value_heads;
-  const int64_t V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
+// Those of BackProgress.
+int64_t count_flags(const DeltaRuleBackwardProblem& problem, const ChunkArgs& chunk) {
+  return chunk.num_chunks * problem.sizes.num_value_heads * ranges_of(problem);
+}
+
+Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& problem, const ChunkArgs& chunk,
+                     const Windows& windows) {
+  const int64_t HV = problem.sizes.num_value_heads, V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
+  const int64_t slots = chunks_of_window(chunk, windows);
+  const int64_t with_factors = problem.args.kept.present()      ? 0
+                               : has_factors_of_window(problem) ? slots
+                                                                : chunk.num_chunks;
   Scratch scratch;
-  scratch.factors = take_factors(layout, problem, chunk.num_chunks, true);
-  if (runs_beside(problem)) {
-    BackProgress& progress = scratch.factors.factors.progress;
-    progress.ranges = ranges_of(problem);
-    progress.ready = layout.take<uint32_t>(items * progress.ranges);
-    progress.counter = layout.take<uint32_t>(1);
-  }
-  scratch.S = layout.take<uint16_t>(has_states(problem) ? 0 : items * V * K);
-  scratch.G = layout.take<uint16_t>(items * V * K);
-  scratch.Y = layout.take<uint16_t>(items * V * kChunkRows);
+  scratch.first_chunk = take_first_chunks(layout, problem);
+  scratch.factors = take_factors(layout, problem, with_factors, true);
+  scratch.flags = layout.take<uint32_t>(runs_beside(problem) ? count_flags(problem, chunk) + windows.count : 0);
+  scratch.S = layout.take<uint16_t>(has_states(problem) ? 0 : chunk.num_chunks * HV * V * K);
+  scratch.G = layout.take<uint16_t>(slots * HV * V * K);
+  scratch.Y = layout.take<uint16_t>(slots * HV * V * kChunkRows);
+  scratch.carried = take_carried(layout, problem, windows);
   scratch.parameter_parts = layout.take<double>(parameter_sums(problem, chunk).count());
   const int64_t key_sums = (has_decay_per_channel(problem) ? kKeySumsPerChannel : kKeySums) * kChunkRows * K;
-  scratch.key_sums = layout.take<float>(sums_keys(problem) ? gradient_blocks(problem, chunk.num_chunks) * key_sums : 0);
+  scratch.key_sums = layout.take<float>(sums_keys(problem) ? gradient_blocks(problem, slots) * key_sums : 0);
   return scratch;
 }
 
@@ -125,7 +152,7 @@ void provide_states(const DeltaRuleBackwardProblem& problem, const Scratch& scra
   }
   args.S = scratch_states(problem, scratch.S);
   args.S_width = padded_k(problem.sizes.head_dim_k);
-  if (call.chunk_states.present()) {
+  if (knows_states(problem)) {
     launch_round_states(args.chunk, device_states(call.chunk_states, call.options.state_v_first), args.S, args.S_width,
                         context);
     return;
@@ -134,6 +161,23 @@ void provide_states(const DeltaRuleBackwardProblem& problem, const Scratch& scra
   forward.chunk_states = args.S;
   forward.state_width = args.S_width;
   scan_forward(forward, config_of(problem), context);
+}
+
+// The scan back over a window, and the gradients of its chunks.
+void retreat(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, const Context& context) {
+  const bool bf16 = problem.args.in.k.dtype == DType::kBF16;
+  const int width = padded_k(problem.sizes.head_dim_k);
+  const ScanConfig config = back_config_of(problem);
+  bf16 ? launch_scan_back<DType::kBF16>(args, config, context) : launch_scan_back<DType::kF16>(args, config, context);
+  if (args.chunk.num_chunks == 0) return;
+  const int64_t blocks = gradient_blocks(problem, chunks_in_window(args.chunk));
+  if (config.per_channel) {
+    bf16 ? launch_gradients_per_channel<DType::kBF16>(args, width, blocks, context)
+         : launch_gradients_per_channel<DType::kF16>(args, width, blocks, context);
+  } else {
+    bf16 ? launch_gradients_of<DType::kBF16>(args, width, blocks, context)
+         : launch_gradients_of<DType::kF16>(args, width, blocks, context);
+  }
 }
 
 }  // namespace
@@ -153,8 +197,7 @@ std::string config_text(const DeltaRuleBackwardProblem& problem) { return back_c
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   const DeltaRuleBackward& call = problem.args;
-  const bool v_first = call.options.state_v_first, bf16 = call.in.k.dtype == DType::kBF16;
-  const int width = padded_k(problem.sizes.head_dim_k);
+  const bool v_first = call.options.state_v_first;
   GradientArgs args;
   args.chunk = chunk_args(problem);
   args.d_o = device_tensor(call.d_o);
@@ -172,30 +215,35 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   args.vector_dv = vectors(call.dv);
   args.padded_v = static_cast<int>(padded_v(problem));
 
+  const Windows windows = back_windows(problem, args.chunk, context);
   ScratchLayout measure;
-  take_scratch(measure, problem, args.chunk);
+  take_scratch(measure, problem, args.chunk, windows);
   const DeviceWorkspace workspace(context, measure.bytes());
   ScratchLayout layout(workspace.data());
-  const Scratch scratch = take_scratch(layout, problem, args.chunk);
-  compute_factors(problem, scratch.factors, args.chunk, context);
+  const Scratch scratch = take_scratch(layout, problem, args.chunk, windows);
+  number_chunks(problem, scratch.first_chunk, args.chunk, context);
+  args.chunk.factors = call.kept.present() ? kept_factors(problem, args.chunk) : scratch.factors;
+  args.chunk.factors_of_window = has_factors_of_window(problem);
+  if (!call.kept.present() && !args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
   ParameterSums sums = parameter_sums(problem, args.chunk);
   args.G = scratch.G;
   args.Y = scratch.Y;
   args.parameter_parts = sums.parts = sums.wanted() ? scratch.parameter_parts : nullptr;
   args.key_sums = sums_keys(problem) ? scratch.key_sums : nullptr;
   if (args.chunk.num_chunks > 0) provide_states(problem, scratch, args, context);
-
-  const ScanConfig config = back_config_of(problem);
-  bf16 ? launch_scan_back<DType::kBF16>(args, config, context) : launch_scan_back<DType::kF16>(args, config, context);
-  if (args.chunk.num_chunks > 0) {
-    const int64_t blocks = gradient_blocks(problem, args.chunk.num_chunks);
-    if (config.per_channel) {
-      bf16 ? launch_gradients_per_channel<DType::kBF16>(args, width, blocks, context)
-           : launch_gradients_per_channel<DType::kF16>(args, width, blocks, context);
-    } else {
-      bf16 ? launch_gradients_of<DType::kBF16>(args, width, blocks, context)
-           : launch_gradients_of<DType::kF16>(args, width, blocks, context);
-    }
+  const bool beside = runs_beside(problem);
+  const int64_t flags = count_flags(problem, args.chunk);
+  if (beside) {
+    args.progress = {scratch.flags, nullptr, ranges_of(problem)};
+    const size_t bytes = static_cast<size_t>(flags + windows.count) * sizeof(uint32_t);
+    check_cuda(cudaMemsetAsync(scratch.flags, 0, bytes, stream_of(context)), "cudaMemsetAsync");
+  }
+  for (int64_t n = 0; n < windows.count; ++n) {
+    args.chunk.window = windows.at(windows.count - 1 - n);
+    if (windows.count > 1) args.chunk.carried = carried_states(problem, scratch.carried, n);
+    if (beside) args.progress.counter = scratch.flags + flags + n;
+    if (args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
+    retreat(problem, args, context);
   }
   add_parameter_sums(sums, context);
 }

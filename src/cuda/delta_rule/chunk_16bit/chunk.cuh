@@ -15,20 +15,6 @@ namespace fastweight::cuda::chunk_16bit {
 
 inline constexpr int kChunkRows = 64;
 
-// How far the scan back is, for the gradients, where they start before it ends. Reset along with the factors.
-struct BackProgress {
-  uint32_t* ready = nullptr;    // [chunks][HV][ranges]: G and Y of a range of value columns are in memory
-  uint32_t* counter = nullptr;  // [1]: how many pairs of a chunk and a key head have been claimed
-  int ranges = 0;
-
-  FW_HOST_DEVICE bool present() const { return ready != nullptr; }
-  __device__ __forceinline__ void reset(int64_t item, int thread) const {
-    if (!present()) return;
-    if (thread < ranges) ready[item * ranges + thread] = 0;
-    if (item == 0 && thread == 0) *counter = 0;
-  }
-};
-
 // What the scans need of every (chunk, value head), in scratch memory. One decay per head: the norms of q and k and the
 // decays are numbers per token. One per channel: they are inside three copies of the keys, and beta is the only number.
 struct ChunkFactors {
@@ -39,7 +25,6 @@ struct ChunkFactors {
   uint16_t* keys = nullptr;  // per channel [chunks][HV][3][64][padded K], by KeyCopy
   float* row = nullptr;      // for a backward [chunks][HV][3][64], by RowNumber; else absent
   int total_width = 4;       // padded K per channel, else 4 of which the first counts
-  BackProgress progress;     // of a backward
 };
 
 // How many numbers a token has, and which of them is beta.
@@ -52,20 +37,35 @@ inline constexpr int kBetaFactor = kPerChannel ? 0 : kOnValue;
 enum RowNumber { kGamma, kRstdOfQ, kRstdOfK };
 inline constexpr int kRowNumbers = 3;
 
+// What a window hands to the next one, [B, HV]: of every row the state where they meet, in fp32; or, on the way back,
+// its gradient. Two of each, because the row of a call with offsets may have one sequence that takes and another that
+// gives.
+struct WindowStates {
+  DeviceStates taken, given;
+};
+
 struct ChunkArgs {
   DeltaRuleDeviceProblem problem;
   ChunkedSequences chunked;
   int64_t num_chunks = 0;       // at most, over all sequences
+  ChunkWindow window;           // those that the launch works on
   bool vector_keys = false;     // rows of q and k can be copied in 16-byte pieces
   bool vector_values = false;   // rows of v can
   bool vector_outputs = false;  // rows of o can be written so
   ChunkFactors factors;
-  DeviceTensor o;  // absent: only states are wanted
+  bool factors_of_window = false;  // by the slots of the window; else by the numbers of the chunks
+  DeviceTensor o;                  // absent: only states are wanted
   DeviceStates initial_state, final_state, chunk_states;
+  WindowStates carried;
   int64_t state_chunks = 0;  // of chunk_states
   // How many elements chunk_states have along K where they have the type of the operands and rows along K in pieces of
   // 16 bytes, which are then written so; else 0.
   int state_width = 0;
+
+  // Where the factors of a chunk, of all value heads, begin.
+  __device__ __forceinline__ int64_t factors_at(int64_t chunk) const {
+    return (factors_of_window ? window.slot_of(chunk) : chunk) * problem.num_value_heads;
+  }
 };
 
 // J and sP are lower triangular. Blocks of 16 above the diagonal are neither written nor read.
@@ -102,20 +102,31 @@ __device__ __forceinline__ float log2_decay(const DeltaRuleDeviceProblem& proble
   return max_or_nan(log_decay(problem, x, rate, bias) * kLog2E, -150.0f);
 }
 
-// body(item, span, head) for the block's share of all pairs of a chunk and a value head. All threads leave an item
-// before the next one begins.
+// The chunks of the window, of all rows.
+FW_HOST_DEVICE inline int64_t chunks_in_window(const ChunkArgs& args) {
+  return args.window.is_all() ? args.num_chunks : args.num_chunks / args.window.row * args.window.width();
+}
+
+// body(item, span, head) for the block's share of all pairs of a chunk of the window and a value head, with the place of
+// its factors. All threads leave an item before the next one begins.
 template <class Body>
-__device__ __forceinline__ void for_each_item(const DeltaRuleDeviceProblem& p, const ChunkedSequences& chunked,
-                                              int64_t num_chunks, const Body& body) {
-  const int64_t items = num_chunks * p.num_value_heads;
+__device__ __forceinline__ void for_each_item(const ChunkArgs& args, const Body& body) {
+  const int HV = args.problem.num_value_heads;
+  const int64_t items = chunks_in_window(args) * HV;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    const int64_t chunk = item / p.num_value_heads;
-    const int head = static_cast<int>(item - chunk * p.num_value_heads);
-    const ChunkSpan span = chunk_at(chunked, chunk);
+    const int64_t slot = item / HV, chunk = args.window.chunk_in(slot);
+    const int head = static_cast<int>(item - slot * HV);
+    const ChunkSpan span = chunk_at(args.chunked, chunk);
     if (span.sequence < 0) return;  // chunks are numbered without gaps: none follows
-    body(item, span, head);
+    body(args.factors_at(chunk) + head, span, head);
     __syncthreads();
   }
+}
+
+// One block for each item; a smaller grid goes round.
+inline unsigned blocks_for_items(const ChunkArgs& args) {
+  const int64_t items = chunks_in_window(args) * args.problem.num_value_heads;
+  return static_cast<unsigned>(items < int64_t{1} << 30 ? items : int64_t{1} << 30);
 }
 
 // The rows of q or k of a chunk; the caller commits the copies.

@@ -2,8 +2,6 @@
 //
 // One block of four warps per (chunk, value head). q and k stay as they are: their norms and the decays go into A, sP
 // and three numbers per token. Each warp makes 16 rows of A and sP, only the blocks on and below the diagonal.
-#include <algorithm>
-
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
 
@@ -133,7 +131,6 @@ __device__ __forceinline__ void store_token_factors(const Shared<kK>& s, float s
   token[kOnWrite * kChunkRows + i] = exp2_approx(last - s.gamma[i]) * s.rstd_writer(i);
   token[kOnValue * kChunkRows + i] = s.beta[i];
   if (i < 4) factors.total[item * factors.total_width + i] = exp2_approx(last);
-  factors.progress.reset(item, i);
   if (factors.row == nullptr) return;
   float* row = factors.row + item * kRowNumbers * kChunkRows;
   row[kGamma * kChunkRows + i] = s.gamma[i];
@@ -147,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, 6) factors_kernel(const __grid_const
   auto& s = dynamic_shared<Shared<kK>>();
   const DeltaRuleDeviceProblem& p = args.problem;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  for_each_item(p, args.chunked, args.num_chunks, [&](int64_t item, const ChunkSpan& span, int head) {
+  for_each_item(args, [&](int64_t item, const ChunkSpan& span, int head) {
     const int key_head = head / p.group;
     load_keys<kThreads, kK>(args, p.k, span, key_head, {s.k});
     load_keys<kThreads, kK>(args, p.q, span, key_head, {s.q});
@@ -184,11 +181,9 @@ size_t factors_bytes(int padded_k) {
 }
 
 void launch_factors(const ChunkArgs& args, int padded_k, const Context& context) {
-  const int64_t items = args.num_chunks * args.problem.num_value_heads;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, 1 << 30));
   with_tile(args.problem.k.dtype, padded_k, [&]<DType kType, int kK>() {
     launch<factors_kernel<kType, kK>>("delta_rule chunk_16bit factors", context,
-                                      {blocks, kThreads, sizeof(Shared<kK>), true}, args);
+                                      {blocks_for_items(args), kThreads, sizeof(Shared<kK>), true}, args);
   });
 }
 

@@ -11,8 +11,6 @@
 //                          then in fp32: k_j runs down the rows, multiplied by one decay after the other
 //
 // The factor per channel goes to the falling rows, in registers. One block of eight warps per (chunk, value head).
-#include <algorithm>
-
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
 
@@ -291,7 +289,6 @@ __device__ __forceinline__ void store_token_factors(const Shared<kK>& s, int64_t
   const int i = threadIdx.x;
   if (i >= kChunkRows) return;
   factors.token[item * kChunkRows + i] = s.beta[i];
-  factors.progress.reset(item, i);
   if (factors.row == nullptr) return;
   float* row = factors.row + item * kRowNumbers * kChunkRows;
   row[kRstdOfQ * kChunkRows + i] = s.rstd_q[i];
@@ -305,7 +302,7 @@ __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
   auto& s = dynamic_shared<Shared<kK>>();
   const DeltaRuleDeviceProblem& p = args.problem;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  for_each_item(p, args.chunked, args.num_chunks, [&](int64_t item, const ChunkSpan& span, int head) {
+  for_each_item(args, [&](int64_t item, const ChunkSpan& span, int head) {
     const int key_head = head / p.group;
     load_keys<kThreads, kK>(args, p.k, span, key_head, {s.k});
     load_keys<kThreads, kK>(args, p.q, span, key_head, {s.q});
@@ -343,11 +340,9 @@ size_t factors_per_channel_bytes(int padded_k) {
 }
 
 void launch_factors_per_channel(const ChunkArgs& args, int padded_k, const Context& context) {
-  const int64_t items = args.num_chunks * args.problem.num_value_heads;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, 1 << 30));
   with_tile(args.problem.k.dtype, padded_k, [&]<DType kType, int kK>() {
     launch<channel_factors_kernel<kType, kK>>("delta_rule chunk_16bit factors per channel", context,
-                                              {blocks, kThreads, sizeof(Shared<kK>), true}, args);
+                                              {blocks_for_items(args), kThreads, sizeof(Shared<kK>), true}, args);
   });
 }
 

@@ -41,6 +41,25 @@ ScanConfig choose(const ScanSizes& sizes, int multiprocessors, size_t shared_lim
   return config;
 }
 
+// A forward that keeps nothing stays below half a gigabyte of scratch memory, however long its input is.
+constexpr size_t kMostFactorBytes = size_t{384} << 20;
+
+struct Scratch {
+  int64_t* first_chunk;
+  ChunkFactors factors;
+  float* carried;
+};
+
+Scratch take_scratch(ScratchLayout& layout, const DeltaRuleForwardProblem& problem, const ChunkArgs& args,
+                     const Windows& windows) {
+  Scratch scratch;
+  scratch.first_chunk = take_first_chunks(layout, problem);
+  scratch.factors =
+      take_factors(layout, problem, problem.args.kept.present() ? 0 : chunks_of_window(args, windows), false);
+  scratch.carried = take_carried(layout, problem, windows);
+  return scratch;
+}
+
 // The smallest block, which any problem of a width can fall back to.
 constexpr ScanConfig smallest(int padded_k, bool per_channel) {
   return {.padded_k = padded_k, .per_channel = per_channel, .tiles = 1, .pairs = 4, .stages = 1};
@@ -83,6 +102,16 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
                              in.q.device.index);
 }
 
+int64_t kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k) {
+  const bool per_channel = gate == Gate::kPerChannel;
+  const int width = padded_k(head_dim_k);
+  if (dtype != DType::kBF16 && dtype != DType::kF16) return 0;
+  if (!lacks_shared_memory(least_forward_bytes(width, per_channel), device.index).empty()) return 0;
+  ScratchLayout one;  // which rounds every array up: all of them take no more than so many of these
+  take_factors(one, per_channel, width, 1, true);
+  return static_cast<int64_t>(one.bytes() / sizeof(int32_t));
+}
+
 std::string config_text(const DeltaRuleForwardProblem& problem) { return config_of(problem).text(); }
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
@@ -94,12 +123,24 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
   args.chunk_states = device_states(call.chunk_states, call.options.state_v_first);
   args.state_width = state_row_width(problem, call.chunk_states);
 
+  const bool keeps = call.kept.present();
+  ScratchLayout one;
+  take_factors(one, problem, 1, false);
+  const Windows windows = windows_of(args, keeps ? 1 : count_for(args, one.bytes(), kMostFactorBytes, context));
   ScratchLayout measure;
-  take_factors(measure, problem, args.num_chunks, false);
+  take_scratch(measure, problem, args, windows);
   const DeviceWorkspace workspace(context, measure.bytes());
   ScratchLayout layout(workspace.data());
-  compute_factors(problem, take_factors(layout, problem, args.num_chunks, false), args, context);
-  scan_forward(args, config_of(problem), context);
+  const Scratch scratch = take_scratch(layout, problem, args, windows);
+  number_chunks(problem, scratch.first_chunk, args, context);
+  args.factors = keeps ? kept_factors(problem, args) : scratch.factors;
+  args.factors_of_window = !keeps;
+  for (int64_t n = 0; n < windows.count; ++n) {
+    args.window = windows.at(n);
+    if (windows.count > 1) args.carried = carried_states(problem, scratch.carried, n);
+    compute_factors(problem, args, context);
+    scan_forward(args, config_of(problem), context);
+  }
 }
 
 }  // namespace fastweight::cuda::chunk_16bit

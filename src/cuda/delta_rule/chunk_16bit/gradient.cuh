@@ -25,6 +25,16 @@
 
 namespace fastweight::cuda::chunk_16bit {
 
+// How far the scan back is, for the gradients, where they start before it ends. All 0 before.
+struct BackProgress {
+  uint32_t* ready = nullptr;    // [chunks][HV][ranges]: G and Y of a range of value columns are in memory
+  uint32_t* counter = nullptr;  // [1], of the window: how many pairs of a chunk and a key head have been claimed
+  int ranges = 0;
+
+  FW_HOST_DEVICE bool present() const { return ready != nullptr; }
+  __device__ __forceinline__ uint32_t* ready_at(int64_t item) const { return ready + item * ranges; }
+};
+
 // What the reverse scan reads and writes beside the problem and its factors.
 struct GradientArgs {
   ChunkArgs chunk;   // the problem, its chunks and their factors, `row` among them; o and the states unused
@@ -38,9 +48,10 @@ struct GradientArgs {
   // The state before every chunk, [B, NT, HV] as chunk_states: 16-bit, k_stride 1, rows in pieces of 16 bytes.
   DeviceStates S;
   int S_width = 0;        // elements of a row that are there: K or more; zeros from K on
-  uint16_t* G = nullptr;  // [chunks][HV][padded_v][padded K], rounded to operands
-  uint16_t* Y = nullptr;  // [chunks][HV][padded_v][64], transposed: a row per value column, 0 beyond the chunk's tokens
+  uint16_t* G = nullptr;  // [slots][HV][padded_v][padded K], rounded to operands; slots of the window
+  uint16_t* Y = nullptr;  // [slots][HV][padded_v][64], transposed: a row per value column, 0 beyond the chunk's tokens
   int padded_v = 0;       // a multiple of 64; rows from V on are 0
+  BackProgress progress;  // absent: the gradients begin when the scan back has ended
 
   // The chunk's share of dA_log and ddt_bias, [chunks][HV][1 + width], width K per channel, else 1; absent where the
   // gate has no parameters.

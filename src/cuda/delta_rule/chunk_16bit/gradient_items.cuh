@@ -7,9 +7,11 @@ namespace fastweight::cuda::chunk_16bit {
 
 // One range of value columns of one value head of a chunk, and its place in the walk of a block.
 struct Item {
-  ChunkSpan span;  // sequence -1: there is none
-  int64_t pair;    // chunk H + key head
-  int64_t at;      // chunk HV + head
+  ChunkSpan span;   // sequence -1: there is none
+  int64_t pair;     // slot H + key head
+  int64_t at;       // chunk HV + head
+  int64_t factors;  // where those of the chunk and the head are
+  int64_t slot;     // slot HV + head, of G and Y
   int head, key_head;
   int column;          // the first
   bool first, last;    // of the key head
@@ -22,17 +24,19 @@ template <int kColumns>
 __device__ __forceinline__ void describe(const ChunkArgs& args, int h, Item& item) {
   const DeltaRuleDeviceProblem& p = args.problem;
   const int heads = p.num_value_heads / p.group;
-  const int64_t chunk = item.pair / heads;
-  item.key_head = static_cast<int>(item.pair - chunk * heads);
+  const int64_t slot = item.pair / heads, chunk = args.window.chunk_in(slot);
+  item.key_head = static_cast<int>(item.pair - slot * heads);
   item.head = item.key_head * p.group + h;
   item.at = chunk * p.num_value_heads + item.head;
+  item.factors = args.factors_at(chunk) + item.head;
+  item.slot = slot * p.num_value_heads + item.head;
   item.opens = item.column == 0;
   item.closes = item.column + kColumns >= p.head_dim_v;
   item.first = h == 0 && item.opens;
   item.last = h == p.group - 1 && item.closes;
   if (item.first) {
     item.span = {};
-    if (chunk < args.num_chunks) item.span = chunk_at(args.chunked, chunk);
+    if (slot < chunks_in_window(args)) item.span = chunk_at(args.chunked, chunk);
   }
 }
 
@@ -53,30 +57,31 @@ __device__ __forceinline__ void find_next(const ChunkArgs& args, const Item& ite
   describe<kColumns>(args, item.last ? 0 : item.closes ? h + 1 : h, next);
 }
 
-// Of a block that takes every gridDim.x-th pair.
-template <int kColumns>
-__device__ __forceinline__ void first_item(const ChunkArgs& args, Item& item) {
-  first_item<kColumns>(args, blockIdx.x, item);
-}
-template <int kColumns>
-__device__ __forceinline__ void find_next(const ChunkArgs& args, const Item& item, Item& next) {
-  find_next<kColumns>(args, item, item.pair + gridDim.x, next);
-}
-
-// Pair n in the order in which the scan back leaves them: the last chunks of all sequences first; of lengths that only the
-// device knows, the chunks from the last one on.
+// Pair n in the order in which the scan back leaves them: the last chunks of all rows first.
 __device__ __forceinline__ int64_t pair_from_the_end(const ChunkArgs& args, int64_t n) {
   const Sequences& sequences = args.problem.sequences;
   const int heads = args.problem.num_value_heads / args.problem.group;
-  if (sequences.offsets != nullptr) {
-    const int64_t chunks = min(args.chunked.first_chunk[sequences.count], args.num_chunks);
-    const int64_t chunk = chunks - 1 - n / heads;
-    return (chunk < 0 ? args.num_chunks : chunk) * heads + n % heads;
+  const bool one_row = sequences.offsets != nullptr;
+  const int64_t rows = one_row ? 1 : sequences.count, width = args.window.width();
+  const int64_t end = one_row ? min(args.chunked.first_chunk[sequences.count], args.window.end) : args.window.end;
+  const int64_t turn = n / heads, position = end - args.window.begin - 1 - turn / rows;
+  return (position < 0 ? rows * width : turn % rows * width + position) * heads + n % heads;
+}
+
+// A block takes one pair of a chunk and a key head after the other: beside the scan back whichever is next, after it every
+// gridDim.x-th. By one thread.
+__device__ __forceinline__ int64_t first_pair(const GradientArgs& args) {
+  return args.progress.present() ? pair_from_the_end(args.chunk, claim(args.progress.counter)) : int64_t{blockIdx.x};
+}
+
+// Whether the scan back has left what the item needs.
+__device__ __forceinline__ bool is_ready(const GradientArgs& args, const Item& item) {
+  if (item.span.sequence < 0) return false;
+  bool ready = true;
+  for (int range = 0; range < args.progress.ranges; ++range) {
+    ready = ready && is_published(args.progress.ready_at(item.at) + range);
   }
-  const int64_t each = chunks_of(sequences.tokens, args.chunked.chunk_size), row = n / heads;
-  const int64_t position = each - 1 - row / sequences.count;
-  const int64_t chunk = position < 0 ? args.num_chunks : row % sequences.count * each + position;
-  return chunk * heads + n % heads;
+  return ready;
 }
 
 // Rows of 16-bit elements, of `width` each, to a tile; zeros beyond. Thread `thread` of kThreads does its part, here and

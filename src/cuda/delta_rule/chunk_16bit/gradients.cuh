@@ -158,7 +158,7 @@ struct Gradients {
     step();
     load_key_rows<X::kThreads, kK>(args.chunk, p.q, item, s.queries(), thread);
     commit_copies();
-    copy_rows<X::kColumns, X::kThreads>(s.state_rows(), args.G + (item.at * args.padded_v + item.column) * kK, kK,
+    copy_rows<X::kColumns, X::kThreads>(s.state_rows(), args.G + (item.slot * args.padded_v + item.column) * kK, kK,
                                         args.padded_v - item.column, kK, thread);
     commit_copies();
     scale_and_dot<kType, kK>(s.keys(), rows([&](int i) { return -s.on_read[i]; }), channel(), lane, dk, s.a_k[group()]);
@@ -181,7 +181,7 @@ struct Gradients {
         args.dq, args.vector_dq, item, 0, s.queries(), s.rstd_q, s.row_of_P, sums.along_q,
         [&](int i) { return along_q(i); }, dq);
     add_writing(item, dk);
-    if (thread == 0) s.items[&item == s.items].ready = is_ready(other(item));
+    if (thread == 0) s.items[&item == s.items].ready = is_ready(args, other(item));
     step();
     if (other(item).ready) load_operands(other(item));
     if (has_token()) {
@@ -220,7 +220,7 @@ struct Gradients {
     if (has_token()) store_numbers(numbers, s, thread);
     wait_copies<0>();
     step();
-    const BackProgress& progress = args.chunk.factors.progress;
+    const BackProgress& progress = args.progress;
     uint32_t claimed = 0;
     if (thread == 0 && item.last && progress.present()) claimed = claim(progress.counter);
     if (item.first) sums.along_q = sums.along_k = 0;
@@ -249,19 +249,9 @@ struct Gradients {
     }
   }
 
-  // Whether the scan back has left what the item needs.
-  __device__ __forceinline__ bool is_ready(const Item& item) const {
-    if (item.span.sequence < 0) return false;
-    const BackProgress& progress = args.chunk.factors.progress;
-    bool ready = true;
-    for (int range = 0; range < progress.ranges; ++range) {
-      ready = ready && is_published(progress.ready + item.at * progress.ranges + range);
-    }
-    return ready;
-  }
   __device__ __forceinline__ void wait_until_ready(const Item& item) {
     if (thread == 0) {
-      while (!is_ready(item)) {
+      while (!is_ready(args, item)) {
       }
     }
     step();
@@ -271,7 +261,7 @@ struct Gradients {
   __device__ __forceinline__ void load_operands(const Item& item) {
     load_first(args, item, s, thread);
     commit_copies();
-    if (has_token()) numbers = load_numbers(args.chunk.factors, item.at, thread);
+    if (has_token()) numbers = load_numbers(args.chunk.factors, item.factors, thread);
   }
 
   // The keys stay for all items of a key head.
@@ -280,16 +270,9 @@ struct Gradients {
     commit_copies();
   }
 
-  // A block takes one pair of a chunk and a key head after the other: beside the scan back whichever is next, after it
-  // every gridDim.x-th.
   __device__ __forceinline__ void run_all() {
-    const BackProgress& progress = args.chunk.factors.progress;
-    if (!progress.present()) wait_for_previous_kernels();
-    if (thread == 0) {
-      const int64_t pair =
-          progress.present() ? pair_from_the_end(args.chunk, claim(progress.counter)) : int64_t{blockIdx.x};
-      first_item<X::kColumns>(args.chunk, pair, s.items[0]);
-    }
+    if (!args.progress.present()) wait_for_previous_kernels();
+    if (thread == 0) first_item<X::kColumns>(args.chunk, first_pair(args), s.items[0]);
     step();
     if (s.items[0].span.sequence < 0) return;
     load_keys_of(s.items[0]);

@@ -194,7 +194,7 @@ __device__ __forceinline__ void pairs_of_P(const GradientArgs& args, const Item&
   Pairs<kCount> c = {};
   multiply_by_R<kType, kCount>(
       s, task, lane, [&](int m, uint32_t(&a)[4]) { s.value_rows().load_a(16 * task.row, m, lane, a); }, c);
-  const uint16_t* sP = args.chunk.factors.sP + item.at * kChunkRows * kChunkRows;
+  const uint16_t* sP = args.chunk.factors.sP + item.factors * kChunkRows * kChunkRows;
   const float scale = args.chunk.problem.scale;
   uint32_t values[2 * kCount][2];
 #pragma unroll

@@ -169,25 +169,25 @@ __device__ __forceinline__ void load_values(const GradientArgs& args, const Item
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
   const ChunkFactors& factors = args.chunk.factors;
   copy_rows<kChunkRows, X::kThreads>(SharedTile<kK>(s.first.reader),
-                                     factors.keys + (item.at * kKeyCopies + kReader) * kChunkRows * kK, kK, kChunkRows,
-                                     kK, thread);
+                                     factors.keys + (item.factors * kKeyCopies + kReader) * kChunkRows * kK, kK,
+                                     kChunkRows, kK, thread);
   load_value_rows<X::kThreads>(SharedTile<X::kColumns>(s.first.v), p.v, args.chunk.vector_values, item, p.head_dim_v,
                                thread);
-  copy_lower_blocks<X::kThreads>(s.value_side.J, factors.J + item.at * kChunkRows * kChunkRows, thread);
+  copy_lower_blocks<X::kThreads>(s.value_side.J, factors.J + item.factors * kChunkRows * kChunkRows, thread);
 }
 
 template <int kK>
 __device__ __forceinline__ void load_columns(const GradientArgs& args, const Item& item, Shared<kK>& s, int thread) {
   using X = Shape<kK>;
   copy_rows<X::kColumns, X::kThreads>(SharedTile<kChunkRows>(s.columns.Y),
-                                      args.Y + (item.at * args.padded_v + item.column) * kChunkRows, kChunkRows,
+                                      args.Y + (item.slot * args.padded_v + item.column) * kChunkRows, kChunkRows,
                                       args.padded_v - item.column, kChunkRows, thread);
   if (thread >= kChunkRows) return;
   const ChunkFactors& factors = args.chunk.factors;
-  const float* row = factors.row + item.at * kRowNumbers * kChunkRows + thread;
+  const float* row = factors.row + item.factors * kRowNumbers * kChunkRows + thread;
   s.rstd_q[thread] = row[kRstdOfQ * kChunkRows];
   s.rstd_k[thread] = row[kRstdOfK * kChunkRows];
-  s.beta[thread] = factors.token[item.at * kChunkRows + thread];
+  s.beta[thread] = factors.token[item.factors * kChunkRows + thread];
   if (item.opens) s.dbeta[thread] = 0;
 }
 
@@ -222,7 +222,7 @@ __device__ __forceinline__ void prefetch_operands(const GradientArgs& args, cons
   } else {
     prefetch_rows<kQuarter>(p.k, item, item.key_head, 0, p.head_dim_k, own);
   }
-  const uint16_t* G = args.G + (item.at * args.padded_v + item.column) * kK;
+  const uint16_t* G = args.G + (item.slot * args.padded_v + item.column) * kK;
   const int lines = min(kColumns, args.padded_v - item.column) * (kK / 64);
 #pragma unroll 1
   for (int at = thread; at < lines; at += kThreads) prefetch(G + 64 * at);

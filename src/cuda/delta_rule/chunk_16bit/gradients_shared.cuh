@@ -93,9 +93,9 @@ __device__ __forceinline__ void load_first(const GradientArgs& args, const Item&
   copy_rows<X::kColumns, X::kThreads>(s.state_rows(), state_before(args, item), args.S.v_stride,
                                       p.head_dim_v - item.column, args.S_width, thread);
   load_value_rows<X::kThreads>(s.value_rows(), p.v, args.chunk.vector_values, item, p.head_dim_v, thread);
-  copy_rows<X::kColumns, X::kThreads>(s.Y_rows(), args.Y + (item.at * args.padded_v + item.column) * kChunkRows,
+  copy_rows<X::kColumns, X::kThreads>(s.Y_rows(), args.Y + (item.slot * args.padded_v + item.column) * kChunkRows,
                                       kChunkRows, args.padded_v - item.column, kChunkRows, thread);
-  copy_lower_blocks<X::kThreads>(s.P, args.chunk.factors.J + item.at * kChunkRows * kChunkRows, thread);
+  copy_lower_blocks<X::kThreads>(s.P, args.chunk.factors.J + item.factors * kChunkRows * kChunkRows, thread);
 }
 
 }  // namespace

@@ -137,8 +137,7 @@ struct Scan {
 
   const ChunkArgs& args;
   const ScanPart& part;
-  const SequenceSpan& span;
-  int chunks;
+  const Walk& walk;
   WarpExchange<kK, kColumns>& exchange;
   Stages stage;
   bool two_stages;
@@ -152,16 +151,18 @@ struct Scan {
   }
 
   __device__ __forceinline__ void load_states(int K, int V, float (&S)[kTiles][kK / 8][4]) const {
-    const int64_t base = state_offset(args.initial_state, part);
+    const StateAddress place = edge_state(args.initial_state, args.carried.taken, walk.opens, part, walk);
+    if (!place.exists) return;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      load_state<kK>(args.initial_state, base, part.column + row + 16 * i, K, V, lane, S[i]);
+      load_state<kK>(place.states, place.offset, part.column + row + 16 * i, K, V, lane, S[i]);
     }
   }
 
-  // The state before chunk c, or after the last one.
+  // The state before chunk c of the walk, or after the last one.
   __device__ __forceinline__ void save_states(int c, bool last, int K, int V, float (&S)[kTiles][kK / 8][4]) const {
-    const StateAddress place = last ? final_state_address(args, part) : chunk_state_address(args, part, span.batch, c);
+    const StateAddress place = last ? edge_state(args.final_state, args.carried.given, walk.closes, part, walk)
+                                    : chunk_state_address(args, part, walk.span.batch, walk.position + c);
     const int there = opaque_below<kWarpSize>(lane);
     if (place.exists) {
 #pragma unroll
@@ -173,7 +174,7 @@ struct Scan {
 
   // The state before chunk c as it was handed over.
   __device__ __forceinline__ void save_state_rows(int c) const {
-    const StateAddress place = chunk_state_address(args, part, span.batch, c);
+    const StateAddress place = chunk_state_address(args, part, walk.span.batch, walk.position + c);
     if (!place.exists) return;
     const int column = part.column + row;
     store_handed<16 * kTiles>(exchange.S(), row, args.problem.head_dim_v - column, args.state_width, lane,
@@ -185,11 +186,11 @@ struct Scan {
   __device__ __forceinline__ void advance_states() const {
     const int K = args.problem.head_dim_k, V = args.problem.head_dim_v;
     float S[kTiles][kK / 8][4] = {};
-    if (args.initial_state.present()) load_states(K, V, S);
+    load_states(K, V, S);
     for (int c = 0;; ++c) {
       // Where registers are short, no address is kept from chunk to chunk; elsewhere that costs time.
       const int here = kPerChannel || kK > 128 ? opaque_below<kWarpSize>(lane) : lane;
-      const bool last = c == chunks;
+      const bool last = c == walk.chunks;
       if (last || (args.chunk_states.present() && args.state_width == 0)) save_states(c, last, K, V, S);
       if (last) return;
       stages.consumer_wait();
@@ -201,23 +202,23 @@ struct Scan {
       finish_writes<kType, kTiles>(current, exchange.R(), row, here, X);
       writes_ready.arrive();
       advance_state<kType, kTiles>(current, here, X, S);
-      if (c + 1 < chunks) stages.consumer_release(c);
+      if (c + 1 < walk.chunks) stages.consumer_release(c);
     }
   }
 
   __device__ __forceinline__ void compute_outputs(int thread) const {
-    if (chunks == 0) return;
+    if (walk.chunks == 0) return;
     const int64_t C = args.chunked.chunk_size;
-    ChunkLoader<kK, kPerChannel, kColumns, kThreads / 2> loader(args, args.problem.v, args.vector_values, part, span,
-                                                                chunks, thread);
-    int64_t o = row_offset(args.o, span.batch, span.begin, part.head);
+    ChunkLoader<kK, kPerChannel, kColumns, kThreads / 2> loader(args, args.problem.v, args.vector_values, part, walk,
+                                                                thread);
+    int64_t o = row_offset(args.o, walk.span.batch, walk.span.begin, part.head);
     loader.next(stage[0]);
     commit_copies();
     wait_copies<0>();
     if (two_stages) stages.producer_commit();
-    for (int c = 0; c < chunks; ++c, o += C * args.o.strides[1]) {
+    for (int c = 0; c < walk.chunks; ++c, o += C * args.o.strides[1]) {
       Stage<kK, kPerChannel, kColumns>& current = stage_of(c);
-      const bool more = c + 1 < chunks;
+      const bool more = c + 1 < walk.chunks;
       if (c > 0) stages.producer_acquire(c - 1);
       if (two_stages) {
         if (more) loader.next(stage_of(c + 1));
@@ -247,7 +248,7 @@ struct Scan {
       }
       if (args.o.present()) {
         store_values<kType, kTiles>(args.o, args.vector_outputs, args.problem.head_dim_v, current.values(), row, lane,
-                                    o, static_cast<int>(min(span.length - c * C, C)), part.column, O);
+                                    o, static_cast<int>(min(walk.span.length - c * C, C)), part.column, O);
       }
     }
   }
@@ -265,12 +266,10 @@ __global__ void __launch_bounds__(2 * kPairs * kWarpSize, 1)
   const DeltaRuleDeviceProblem& p = args.problem;
   for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
     const ScanPart part = scan_part_at(p, args.chunked, at, Part::kColumns);
-    const SequenceSpan span = sequence_at(p.sequences, part.sequence);
-    // Offsets out of order may claim more chunks than there is scratch memory for.
-    const auto chunks = static_cast<int>(
-        max(min(chunks_of(span.length, args.chunked.chunk_size), args.num_chunks - part.first_chunk), int64_t{0}));
+    const Walk walk = walk_of(args, part);
+    if (!walk.exists) continue;
     const int row = warp % kPairs * 16 * kTiles;
-    const Part scan{args, part, span, chunks, exchange, stage, two_stages, row, lane};
+    const Part scan{args, part, walk, exchange, stage, two_stages, row, lane};
     if (warp < kPairs) {
       scan.advance_states();
     } else {

@@ -158,8 +158,7 @@ struct BackScan {
 
   const GradientArgs& args;
   const ScanPart& part;
-  const SequenceSpan& span;
-  int chunks;
+  const Walk& walk;
   BackExchange<kK, kColumns>& exchange;
   OneStage* stage;
   bool two_stages;
@@ -171,18 +170,18 @@ struct BackScan {
 
   __device__ __forceinline__ OneStage& stage_of(int turn) const { return stage[two_stages ? turn % 2 : 0]; }
 
-  // Turn t is chunk chunks - 1 - t.
+  // Turn t is chunk walk.chunks - 1 - t.
   __device__ __forceinline__ void retreat_states() const {
     const int K = args.chunk.problem.head_dim_k, V = args.chunk.problem.head_dim_v;
     float G[kTiles][kK / 8][4] = {};
-    if (args.d_final_state.present()) {
+    const StateAddress after = edge_state(args.d_final_state, args.chunk.carried.taken, walk.closes, part, walk);
+    if (after.exists) {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        load_state<kK>(args.d_final_state, state_offset(args.d_final_state, part), part.column + row + 16 * i, K, V,
-                       lane, G[i]);
+        load_state<kK>(after.states, after.offset, part.column + row + 16 * i, K, V, lane, G[i]);
       }
     }
-    for (int turn = 0; turn < chunks; ++turn) {
+    for (int turn = 0; turn < walk.chunks; ++turn) {
       const int here = kPerChannel || kK > 128 ? opaque_below<kWarpSize>(lane) : lane;
       stages.consumer_wait();
       OneStage& current = stage_of(turn);
@@ -193,23 +192,23 @@ struct BackScan {
       finish_Y<kType, kTiles>(current, exchange.Y(), row, here, X);
       Y_ready.arrive();
       retreat_state<kType, kTiles>(current, row, here, X, G);
-      if (turn + 1 < chunks) stages.consumer_release(turn);
+      if (turn + 1 < walk.chunks) stages.consumer_release(turn);
     }
-    if (args.d_initial_state.present()) {
+    const StateAddress before = edge_state(args.d_initial_state, args.chunk.carried.given, walk.opens, part, walk);
+    if (before.exists) {
       const int there = opaque_below<kWarpSize>(lane);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        store_state<kK>(args.d_initial_state, state_offset(args.d_initial_state, part), part.column + row + 16 * i, K,
-                        V, there, G[i]);
+        store_state<kK>(before.states, before.offset, part.column + row + 16 * i, K, V, there, G[i]);
       }
     }
   }
 
   // Y, rounded, to memory, and dv = beta Y to the caller.
-  __device__ __forceinline__ void save_Y(const OneStage& current, int c, int64_t item, int count) const {
+  __device__ __forceinline__ void save_Y(const OneStage& current, int c, int64_t slot, int count) const {
     const int column = part.column + row;
     store_handed<16 * kTiles>(exchange.Y(), row, args.padded_v - column, kChunkRows, lane,
-                              args.Y + (item * args.padded_v + column) * kChunkRows, kChunkRows);
+                              args.Y + (slot * args.padded_v + column) * kChunkRows, kChunkRows);
     if (!args.dv.present()) return;
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
     const int64_t C = args.chunk.chunked.chunk_size;
@@ -233,24 +232,26 @@ struct BackScan {
       scale_tokens<kTiles>(current.token, kBetaFactor<kPerChannel>, n, lane, dv);
     }
     store_values<kType, kTiles>(args.dv, args.vector_dv, p.head_dim_v, exchange.dv(), row, lane,
-                                row_offset(args.dv, span.batch, span.begin + c * C, part.head), count, part.column, dv);
+                                row_offset(args.dv, walk.span.batch, walk.span.begin + c * C, part.head), count,
+                                part.column, dv);
   }
 
   __device__ __forceinline__ void copy(int thread) const {
-    if (chunks == 0) return;
+    if (walk.chunks == 0) return;
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
     const int64_t C = args.chunk.chunked.chunk_size;
-    ChunkLoader<kK, kPerChannel, kColumns, kThreads / 2, true> loader(args.chunk, args.d_o, args.vector_d_o, part, span,
-                                                                      chunks, thread);
+    ChunkLoader<kK, kPerChannel, kColumns, kThreads / 2, true> loader(args.chunk, args.d_o, args.vector_d_o, part, walk,
+                                                                      thread);
     loader.next(stage[0]);
     commit_copies();
     wait_copies<0>();
     if (two_stages) stages.producer_commit();
-    for (int turn = 0; turn < chunks; ++turn) {
+    for (int turn = 0; turn < walk.chunks; ++turn) {
       OneStage& current = stage_of(turn);
-      const int c = chunks - 1 - turn;
-      const bool more = turn + 1 < chunks;
-      const int64_t item = (part.first_chunk + c) * p.num_value_heads + part.head;
+      const int c = walk.chunks - 1 - turn;
+      const bool more = turn + 1 < walk.chunks;
+      const int64_t chunk = walk.first_chunk + c;
+      const int64_t slot = args.chunk.window.slot_of(chunk) * p.num_value_heads + part.head;
       if (turn > 0) stages.producer_acquire(turn - 1);
       if (two_stages) {
         if (more) loader.next(stage_of(turn + 1));
@@ -264,17 +265,18 @@ struct BackScan {
       G_ready.wait();
       const int column = part.column + row;
       store_handed<16 * kTiles>(exchange.G(), row, args.padded_v - column, kK, lane,
-                                args.G + (item * args.padded_v + column) * kK, kK);
+                                args.G + (slot * args.padded_v + column) * kK, kK);
       Y_ready.wait();
-      save_Y(current, c, item, static_cast<int>(min(span.length - c * C, C)));
+      save_Y(current, c, slot, static_cast<int>(min(walk.span.length - c * C, C)));
       if (two_stages && more) {
         wait_copies<0>();
         stages.producer_commit();
       }
-      const BackProgress& progress = args.chunk.factors.progress;
-      if (progress.present()) {
+      if (args.progress.present()) {
         chunk_stored.wait();
-        if (thread == 0) publish(progress.ready + item * progress.ranges + part.column / kColumns);
+        if (thread == 0) {
+          publish(args.progress.ready_at(chunk * p.num_value_heads + part.head) + part.column / kColumns);
+        }
       }
     }
   }
@@ -286,19 +288,17 @@ __global__ void __launch_bounds__(2 * kPairs * kWarpSize, 1)
     scan_back_kernel(const __grid_constant__ GradientArgs args, bool two_stages, int64_t parts) {
   using Part = BackScan<kType, kK, kPerChannel, kTiles, kPairs>;
   wait_for_previous_kernels();
-  if (args.chunk.factors.progress.present()) let_next_kernel_start();
+  if (args.progress.present()) let_next_kernel_start();
   auto& exchange = dynamic_shared<BackExchange<kK, Part::kColumns>>();
   auto* stage = reinterpret_cast<typename Part::OneStage*>(&exchange + 1);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize, lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const ChunkArgs& chunk = args.chunk;
   for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
     const ScanPart part = scan_part_at(chunk.problem, chunk.chunked, at, args.padded_v, Part::kColumns);
-    const SequenceSpan span = sequence_at(chunk.problem.sequences, part.sequence);
-    // Offsets out of order may claim more chunks than there is scratch memory for.
-    const auto chunks = static_cast<int>(
-        max(min(chunks_of(span.length, chunk.chunked.chunk_size), chunk.num_chunks - part.first_chunk), int64_t{0}));
+    const Walk walk = walk_of(chunk, part);
+    if (!walk.exists) continue;
     const int row = warp % kPairs * 16 * kTiles;
-    const Part scan{args, part, span, chunks, exchange, stage, two_stages, row, lane};
+    const Part scan{args, part, walk, exchange, stage, two_stages, row, lane};
     if (warp < kPairs) {
       scan.retreat_states();
     } else {

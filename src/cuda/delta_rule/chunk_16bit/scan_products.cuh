@@ -5,7 +5,6 @@
 
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
 #include "cuda/delta_rule/chunk_16bit/stage.cuh"
-#include "cuda/delta_rule/scan_part.cuh"
 
 namespace fastweight::cuda::chunk_16bit {
 

@@ -2,6 +2,8 @@
 // the launches of the factors and of the scan over the states.
 #pragma once
 
+#include <algorithm>
+
 #include "core/workspace.h"
 #include "cuda/common/first_chunks.h"
 #include "cuda/common/launch.h"
@@ -53,25 +55,14 @@ ChunkArgs chunk_args(const Problem& problem) {
   args.chunked.sequences = args.problem.sequences;
   args.chunked.chunk_size = call.options.chunk_size;
   args.num_chunks = max_chunks(args.problem.sequences, call.options.chunk_size);
+  args.window = whole_window(args.chunked);
   args.state_chunks = problem.sizes.num_chunks;
   return args;
 }
 
-struct FactorScratch {
-  int64_t* first_chunk;
+// The arrays of the factors of so many pairs of a chunk and a value head; with the row numbers of a backward or without.
+inline ChunkFactors take_factors(ScratchLayout& layout, bool per_channel, int width, int64_t items, bool row_numbers) {
   ChunkFactors factors;
-};
-
-// Of `num_chunks` chunks; with the row numbers of a backward or without.
-template <class Problem>
-FactorScratch take_factors(ScratchLayout& layout, const Problem& problem, int64_t num_chunks, bool row_numbers) {
-  const bool per_channel = has_decay_per_channel(problem);
-  const int64_t items = num_chunks * problem.sizes.num_value_heads;
-  const int width = padded_k(problem.sizes.head_dim_k);
-  FactorScratch scratch;
-  scratch.first_chunk =
-      layout.take<int64_t>(problem.args.in.cu_seqlens.present() ? problem.sizes.num_sequences + 1 : 0);
-  ChunkFactors& factors = scratch.factors;
   factors.total_width = per_channel ? width : 4;
   factors.J = layout.take<uint16_t>(items * kChunkRows * kChunkRows);
   factors.sP = layout.take<uint16_t>(items * kChunkRows * kChunkRows);
@@ -79,17 +70,96 @@ FactorScratch take_factors(ScratchLayout& layout, const Problem& problem, int64_
   factors.total = layout.take<float>(items * factors.total_width);
   factors.keys = layout.take<uint16_t>(per_channel ? items * kKeyCopies * kChunkRows * width : 0);
   factors.row = row_numbers ? layout.take<float>(items * kRowNumbers * kChunkRows) : nullptr;
-  return scratch;
+  return factors;
 }
 
-// Numbers the chunks and computes their factors.
 template <class Problem>
-void compute_factors(const Problem& problem, const FactorScratch& scratch, ChunkArgs& args, const Context& context) {
-  args.factors = scratch.factors;
-  if (problem.args.in.cu_seqlens.present()) {
-    build_first_chunks(args.problem.sequences, args.chunked.chunk_size, scratch.first_chunk, context);
-    args.chunked.first_chunk = scratch.first_chunk;
+ChunkFactors take_factors(ScratchLayout& layout, const Problem& problem, int64_t chunks, bool row_numbers) {
+  return take_factors(layout, has_decay_per_channel(problem), padded_k(problem.sizes.head_dim_k),
+                      chunks * problem.sizes.num_value_heads, row_numbers);
+}
+
+// What a forward keeps for its backward: the factors of all chunks, with the row numbers, in the caller's memory.
+template <class Problem>
+ChunkFactors kept_factors(const Problem& problem, const ChunkArgs& args) {
+  ScratchLayout layout(problem.args.kept.data);
+  return take_factors(layout, problem, args.num_chunks, true);
+}
+
+// The numbers of chunks before the sequences; none where these have one length.
+template <class Problem>
+int64_t* take_first_chunks(ScratchLayout& layout, const Problem& problem) {
+  return layout.take<int64_t>(problem.args.in.cu_seqlens.present() ? problem.sizes.num_sequences + 1 : 0);
+}
+
+template <class Problem>
+void number_chunks(const Problem& problem, int64_t* first_chunk, ChunkArgs& args, const Context& context) {
+  if (!problem.args.in.cu_seqlens.present()) return;
+  build_first_chunks(args.problem.sequences, args.chunked.chunk_size, first_chunk, context);
+  args.chunked.first_chunk = first_chunk;
+}
+
+// How a call is cut where its scratch memory would grow with the length: into `count` windows of all rows, one launch of
+// each kernel after the other, with the states between them. No bit depends on it.
+struct Windows {
+  ChunkWindow whole;
+  int64_t count = 1;
+
+  int64_t width() const { return (whole.row + count - 1) / count; }
+  ChunkWindow at(int64_t n) const {
+    return {std::min(n * width(), whole.row), std::min((n + 1) * width(), whole.row), whole.row};
   }
+};
+
+// At most `wanted` windows, none of them so short that the states between them matter.
+inline Windows windows_of(const ChunkArgs& args, int64_t wanted) {
+  constexpr int64_t kLeastWidth = 4;
+  Windows windows{whole_window(args.chunked)};
+  windows.count = std::max<int64_t>(std::min(wanted, windows.whole.row / kLeastWidth), 1);
+  if (windows.count > 1) windows.count = (windows.whole.row + windows.width() - 1) / windows.width();
+  return windows;
+}
+
+// The most chunks that one of them has, of all rows.
+inline int64_t chunks_of_window(const ChunkArgs& args, const Windows& windows) {
+  return windows.count == 1 ? args.num_chunks : args.num_chunks / windows.whole.row * windows.width();
+}
+
+// `bytes` of scratch memory for a chunk, `most` in all unless the context says otherwise: into how many windows.
+inline int64_t count_for(const ChunkArgs& args, size_t bytes, size_t most, const Context& context) {
+  if (context.scratch_bytes > 0) most = context.scratch_bytes;
+  return static_cast<int64_t>((static_cast<size_t>(args.num_chunks) * bytes + most - 1) / most);
+}
+
+// The states between the windows, twice: each window takes those of one array and gives those of the other.
+template <class Problem>
+float* take_carried(ScratchLayout& layout, const Problem& problem, const Windows& windows) {
+  const DeltaRuleSizes& sizes = problem.sizes;
+  const int64_t states = sizes.batch * sizes.num_value_heads * sizes.head_dim_k * sizes.head_dim_v;
+  return layout.take<float>(windows.count > 1 ? 2 * states : 0);
+}
+
+// Of the n-th window that is worked on.
+template <class Problem>
+WindowStates carried_states(const Problem& problem, float* data, int64_t n) {
+  const DeltaRuleSizes& sizes = problem.sizes;
+  const int64_t K = sizes.head_dim_k, V = sizes.head_dim_v, HV = sizes.num_value_heads;
+  const auto states = [&](int64_t which) {
+    DeviceStates x;
+    x.data = data + which * sizes.batch * HV * K * V;
+    x.dtype = DType::kF32;
+    x.k_stride = 1;
+    x.v_stride = K;
+    x.outer_strides[1] = K * V;
+    x.outer_strides[0] = HV * K * V;
+    return x;
+  };
+  return {states(n % 2), states((n + 1) % 2)};
+}
+
+// Of the window's chunks.
+template <class Problem>
+void compute_factors(const Problem& problem, const ChunkArgs& args, const Context& context) {
   if (args.num_chunks == 0) return;
   const int width = padded_k(problem.sizes.head_dim_k);
   has_decay_per_channel(problem) ? launch_factors_per_channel(args, width, context)

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
-#include "cuda/delta_rule/scan_part.cuh"
+#include "cuda/delta_rule/chunk_16bit/window.cuh"
 
 namespace fastweight::cuda::chunk_16bit {
 
@@ -64,24 +64,25 @@ constexpr size_t scan_back_bytes(int stages) {
   return sizeof(BackExchange<kK, kColumns>) + static_cast<size_t>(stages) * sizeof(Stage<kK, kPerChannel, kColumns>);
 }
 
-// The operands of the chunks of a sequence on their way to shared memory, from the first to the last or, kBack, from the
+// The operands of the chunks of a walk on their way to shared memory, from the first to the last or, kBack, from the
 // last to the first, by thread `thread` of kThreads. `values` has the rows that go with the keys: v, or d_o in a
 // backward, zeros where it is absent.
 template <int kK, bool kPerChannel, int kColumns, int kThreads, bool kBack = false>
 class ChunkLoader {
  public:
   __device__ ChunkLoader(const ChunkArgs& args, const DeviceTensor& values, bool vector_values, const ScanPart& part,
-                         const SequenceSpan& span, int chunks, int thread)
+                         const Walk& walk, int thread)
       : args_(args),
         values_(values),
         vector_values_(vector_values),
         first_(part.column),
         thread_(thread),
-        position_(kBack ? chunks - 1 : 0),
-        length_(span.length) {
+        position_(kBack ? walk.chunks - 1 : 0),
+        length_(walk.span.length) {
     const DeltaRuleDeviceProblem& p = args.problem;
+    const SequenceSpan& span = walk.span;
     const int64_t C = args.chunked.chunk_size, token = span.begin + position_ * C;
-    const int64_t item = (part.first_chunk + position_) * p.num_value_heads + part.head;
+    const int64_t item = args.factors_at(walk.first_chunk + position_) + part.head;
     if constexpr (kPerChannel) {
       k_ = args.factors.keys + item * kKeyCopies * kChunkRows * kK;
     } else {
@@ -137,7 +138,7 @@ class ChunkLoader {
   const DeviceTensor& values_;
   const bool vector_values_;
   const int first_, thread_;
-  int position_;  // of the next chunk in the sequence
+  int position_;  // of the next chunk in the walk
   const int64_t length_;
   const uint16_t *k_, *q_, *values_at_, *J_, *sP_;
   const float *token_, *total_;

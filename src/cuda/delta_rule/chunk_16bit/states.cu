@@ -1,7 +1,5 @@
 // The states before the chunks that a caller kept in another type or order, as the gradients read them: 16-bit rows along
 // K, padded with zeros. A block per (chunk, value head).
-#include <algorithm>
-
 #include "cuda/common/elements.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_16bit/gradient.cuh"
@@ -15,7 +13,7 @@ __global__ void __launch_bounds__(kThreads)
     round_states_kernel(const __grid_constant__ ChunkArgs args, DeviceStates from, DeviceStates to, int width) {
   wait_for_previous_kernels();
   const int K = args.problem.head_dim_k, V = args.problem.head_dim_v;
-  for_each_item(args.problem, args.chunked, args.num_chunks, [&](int64_t, const ChunkSpan& span, int head) {
+  for_each_item(args, [&](int64_t, const ChunkSpan& span, int head) {
     const int64_t chunk = first_chunk_of(args.chunked, span.sequence) + span.position;
     const auto offset = [&](const DeviceStates& states) {
       const int64_t* strides = states.outer_strides;
@@ -36,10 +34,8 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_round_states(const ChunkArgs& args, const DeviceStates& from, const DeviceStates& to, int width,
                          const Context& context) {
-  const int64_t items = args.num_chunks * args.problem.num_value_heads;
   launch<round_states_kernel>("delta_rule chunk_16bit round states", context,
-                              {static_cast<unsigned>(std::min<int64_t>(items, 1 << 30)), kThreads, 0, true}, args, from,
-                              to, width);
+                              {blocks_for_items(args), kThreads, 0, true}, args, from, to, width);
 }
 
 }  // namespace fastweight::cuda::chunk_16bit
