@@ -22,7 +22,8 @@ bool fits_places(const DeltaRuleForwardProblem& problem, int64_t num_chunks) {
 ScanMaps scan_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
   const auto rows = [](const TensorView& x) { return token_map(x, kChunkRows, 64, Swizzle::k128); };
   const DType dtype = call.in.k.dtype;
-  const int64_t items = args.num_chunks * args.problem.num_value_heads;
+  const int64_t chunks = args.factors_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
+  const int64_t items = chunks * args.problem.num_value_heads;
   return {rows(call.in.k),
           rows(call.in.q),
           rows(call.in.v),
@@ -78,25 +79,15 @@ std::string config_text(const DeltaRuleForwardProblem& problem) {
 }
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
-  const DeltaRuleForward& call = problem.args;
-  ChunkArgs args = chunk_16bit::chunk_args(problem);
-  args.o = device_tensor(call.o);
-  args.final_state = device_states(call.final_state, call.options.state_v_first);
-  args.chunk_states = device_states(call.chunk_states, call.options.state_v_first);
-  args.state_width = chunk_16bit::state_row_width(problem, call.chunk_states);
-
-  ScratchLayout measure;
-  chunk_16bit::take_factors(measure, problem, args.num_chunks, false);
-  const DeviceWorkspace workspace(context, measure.bytes());
-  ScratchLayout layout(workspace.data());
-  chunk_16bit::compute_factors(problem, chunk_16bit::take_factors(layout, problem, args.num_chunks, false), args,
-                               context);
-  const ScanMaps maps = args.num_chunks > 0 ? scan_maps(call, args) : ScanMaps{};
-  if (args.problem.k.dtype == DType::kBF16) {
-    launch_scan<DType::kBF16>(args, maps, columns_of(problem), context);
-  } else {
-    launch_scan<DType::kF16>(args, maps, columns_of(problem), context);
-  }
+  const int columns = columns_of(problem);
+  chunk_16bit::forward_in_windows(problem, context, [&](const ChunkArgs& args) {
+    const ScanMaps maps = args.num_chunks > 0 ? scan_maps(problem.args, args) : ScanMaps{};
+    if (args.problem.k.dtype == DType::kBF16) {
+      launch_scan<DType::kBF16>(args, maps, columns, context);
+    } else {
+      launch_scan<DType::kF16>(args, maps, columns, context);
+    }
+  });
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

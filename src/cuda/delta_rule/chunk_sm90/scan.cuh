@@ -23,9 +23,8 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/common/warp.cuh"
-#include "cuda/delta_rule/chunk_16bit/chunk.cuh"
+#include "cuda/delta_rule/chunk_16bit/window.cuh"
 #include "cuda/delta_rule/chunk_sm90/scan.h"
-#include "cuda/delta_rule/scan_part.cuh"
 #include "cuda/sm90/barriers.cuh"
 #include "cuda/sm90/panel_tile.cuh"
 #include "cuda/sm90/tma.cuh"
@@ -36,6 +35,7 @@ namespace {
 
 using chunk_16bit::ChunkArgs;
 using chunk_16bit::kChunkRows;
+using chunk_16bit::Walk;
 
 constexpr int kGroupThreads = 128, kGroupColumns = 64;
 constexpr int kTokenSteps = kChunkRows / 16, kKeySteps = kWidth / 16;
@@ -88,34 +88,23 @@ struct Turn {
   }
 };
 
-// The chunks of a part.
-struct Walk {
-  ScanPart part;
-  SequenceSpan span;
-  int chunks;
-  int chunk_size;
-
-  __device__ __forceinline__ Walk(const ChunkArgs& args, int64_t at, int columns)
-      : part(scan_part_at(args.problem, args.chunked, at, columns)),
-        span(sequence_at(args.problem.sequences, part.sequence)),
-        chunk_size(static_cast<int>(args.chunked.chunk_size)) {
-    // Offsets out of order may claim more chunks than there is scratch memory for.
-    chunks =
-        static_cast<int>(max(min(chunks_of(span.length, chunk_size), args.num_chunks - part.first_chunk), int64_t{0}));
+// body(part, walk) for the parts of this block of which anything is to be done in the window.
+template <class Body>
+__device__ __forceinline__ void for_each_part(const ChunkArgs& args, int64_t parts, int columns, const Body& body) {
+  for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
+    const ScanPart part = scan_part_at(args.problem, args.chunked, at, columns);
+    const Walk walk = chunk_16bit::walk_of(args, part);
+    if (walk.exists) body(part, walk);
   }
+}
 
-  __device__ __forceinline__ int tokens(int c) const {
-    return static_cast<int>(min(span.length - int64_t{c} * chunk_size, int64_t{chunk_size}));
-  }
-};
-
-// A place of token_map, but for the column.
+// A place of token_map, but for the column: the tokens of chunk c of a walk.
 struct RowsPlace {
   int head, missing, end, batch;
 };
-__device__ __forceinline__ RowsPlace rows_of(const Walk& walk, int c, int head) {
-  const int tokens = walk.tokens(c);
-  return {head, kChunkRows - tokens, static_cast<int>(walk.span.begin) + c * walk.chunk_size + tokens,
+__device__ __forceinline__ RowsPlace rows_of(const ChunkArgs& args, const Walk& walk, int c, int head) {
+  const int64_t C = args.chunked.chunk_size, first = c * C, tokens = min(walk.span.length - first, C);
+  return {head, kChunkRows - static_cast<int>(tokens), static_cast<int>(walk.span.begin + first + tokens),
           static_cast<int>(walk.span.batch)};
 }
 
@@ -146,13 +135,11 @@ __device__ __forceinline__ void load_lower(const void* memory, const TensorMap& 
 template <int kGroups>
 __device__ __forceinline__ void bring_operands(const ChunkArgs& args, const ScanMaps& maps, int64_t parts,
                                                typename Block<kGroups>::Shared& s) {
-  const DeltaRuleDeviceProblem& p = args.problem;
   Turn turn;
-  for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
-    const Walk walk(args, at, Block<kGroups>::kColumns);
+  for_each_part(args, parts, Block<kGroups>::kColumns, [&](const ScanPart& part, const Walk& walk) {
     for (int c = 0; c < walk.chunks; ++c, turn.next()) {
-      const int64_t item = (walk.part.first_chunk + c) * p.num_value_heads + walk.part.head;
-      const RowsPlace keys = rows_of(walk, c, walk.part.key_head), values = rows_of(walk, c, walk.part.head);
+      const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
+      const RowsPlace keys = rows_of(args, walk, c, part.key_head), values = rows_of(args, walk, c, part.head);
       auto& stage = s.stage[turn.stage];
       TransactionBarrier& filled = s.filled[turn.stage];
       s.free[turn.stage].wait(turn.parity ^ 1);
@@ -161,7 +148,7 @@ __device__ __forceinline__ void bring_operands(const ChunkArgs& args, const Scan
       load_panels(KeyTile(stage.q), maps.q, 0, keys, filled);
 #pragma unroll
       for (int i = 0; i < kGroups; ++i) {
-        load_panels(ValueTile(stage.v[i]), maps.v, walk.part.column + i * kGroupColumns, values, filled);
+        load_panels(ValueTile(stage.v[i]), maps.v, part.column + i * kGroupColumns, values, filled);
       }
       load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows,
                  sizeof(stage.token), filled);
@@ -169,7 +156,7 @@ __device__ __forceinline__ void bring_operands(const ChunkArgs& args, const Scan
       load_lower(stage.J, maps.J, static_cast<int>(item), filled);
       load_lower(stage.sP, maps.sP, static_cast<int>(item), filled);
     }
-  }
+  });
 }
 
 // A warpgroup of the state
@@ -246,16 +233,16 @@ struct StateGroup {
   const ChunkArgs& args;
   const ScanMaps& maps;
   typename Block<kGroups>::Shared& s;
+  const ScanPart& part;
+  const Walk& walk;
   int group, warp, lane;  // the warp within the warpgroup
   bool leader;            // the thread that stores o
 
-  __device__ __forceinline__ int first_column(const Walk& walk) const {
-    return walk.part.column + group * kGroupColumns;
-  }
-  __device__ __forceinline__ int column(const Walk& walk) const { return first_column(walk) + 16 * warp; }
+  __device__ __forceinline__ int first_column() const { return part.column + group * kGroupColumns; }
+  __device__ __forceinline__ int column() const { return first_column() + 16 * warp; }
 
   // o^T through shared memory to the rows of a chunk. The tile is free when the store before has read it.
-  __device__ __forceinline__ void store_outputs(const Fragments<kTokenSteps>& o, const Walk& walk, int c) const {
+  __device__ __forceinline__ void store_outputs(const Fragments<kTokenSteps>& o, int c) const {
     const ValueTile tile(s.o[group]);
     if (leader) wait_stores_read<0>();
     group_barrier(group);
@@ -264,28 +251,34 @@ struct StateGroup {
     fence_async_proxy();
     group_barrier(group);
     if (leader) {
-      const RowsPlace at = rows_of(walk, c, walk.part.head);
-      store_box(maps.o, {first_column(walk), at.head, at.missing, at.end, at.batch}, tile.panel(0));
+      const RowsPlace at = rows_of(args, walk, c, part.head);
+      store_box(maps.o, {first_column(), at.head, at.missing, at.end, at.batch}, tile.panel(0));
       commit_stores();
     }
   }
 
-  // The state before chunk c, or after the last one.
-  __device__ __forceinline__ void save_state(const Walk& walk, int c, bool last, StateSums& S) const {
-    const StateAddress place =
-        last ? final_state_address(args, walk.part) : chunk_state_address(args, walk.part, walk.span.batch, c);
+  __device__ __forceinline__ void load_first_state(StateSums& S) const {
+    const StateAddress place = edge_state(args.initial_state, args.carried.taken, walk.opens, part, walk);
     if (!place.exists) return;
-    store_state<kWidth>(place.states, place.offset, column(walk), args.problem.head_dim_k, args.problem.head_dim_v,
-                        lane, S);
+    load_state<kWidth>(place.states, place.offset, column(), args.problem.head_dim_k, args.problem.head_dim_v, lane, S);
+  }
+
+  // The state before chunk c of the walk, or after the last one.
+  __device__ __forceinline__ void save_state(int c, bool last, StateSums& S) const {
+    const StateAddress place = last ? edge_state(args.final_state, args.carried.given, walk.closes, part, walk)
+                                    : chunk_state_address(args, part, walk.span.batch, walk.position + c);
+    if (!place.exists) return;
+    store_state<kWidth>(place.states, place.offset, column(), args.problem.head_dim_k, args.problem.head_dim_v, lane,
+                        S);
   }
 
   // The same before chunk c from the rounded state, where states have its type and rows along K. Neighbouring lanes
   // exchange pairs: of 16 channels a lane has four that lie together, and four lanes have 32 bytes of a row.
-  __device__ __forceinline__ void save_rounded_state(const Walk& walk, int c, const Fragments<kKeySteps>& rS) const {
-    const StateAddress place = chunk_state_address(args, walk.part, walk.span.batch, c);
+  __device__ __forceinline__ void save_rounded_state(int c, const Fragments<kKeySteps>& rS) const {
+    const StateAddress place = chunk_state_address(args, part, walk.span.batch, walk.position + c);
     if (!place.exists) return;
     const bool odd = lane % 2 == 1;
-    const int row = column(walk) + lane / 4, first = 2 * (lane % 4) + (odd ? 6 : 0);
+    const int row = column() + lane / 4, first = 2 * (lane % 4) + (odd ? 6 : 0);
     uint16_t* to = static_cast<uint16_t*>(place.states.data) + place.offset + row * place.states.v_stride + first;
 #pragma unroll
     for (int m = 0; m < kKeySteps; ++m) {
@@ -302,20 +295,17 @@ struct StateGroup {
 
   // One part. S and O of a chunk are handed to the next one rounded: ptxas lets no sums pass from one turn of the loop to
   // the next beside a product on its way.
-  __device__ __forceinline__ void run(const Walk& walk, Turn& turn) const {
+  __device__ __forceinline__ void run(Turn& turn) const {
     StateSums S = {};
-    if (args.initial_state.present()) {
-      load_state<kWidth>(args.initial_state, state_offset(args.initial_state, walk.part), column(walk),
-                         args.problem.head_dim_k, args.problem.head_dim_v, lane, S);
-    }
+    load_first_state(S);
     Fragments<kKeySteps> rS;
     round_sums<kType, kKeySteps>(S, rS);
     Fragments<kTokenSteps> rO;
     for (int c = 0; c < walk.chunks; ++c, turn.next()) {
       if (args.state_width > 0) {
-        save_rounded_state(walk, c, rS);
+        save_rounded_state(c, rS);
       } else if (args.chunk_states.present()) {
-        save_state(walk, c, false, S);
+        save_state(c, false, S);
       }
       auto& stage = s.stage[turn.stage];
       const float* token = stage.token;
@@ -327,7 +317,7 @@ struct StateGroup {
 #pragma unroll
       for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
       wgmma_commit();
-      if (c > 0) store_outputs(rO, walk, c - 1);
+      if (c > 0) store_outputs(rO, c - 1);
       wgmma_fence(O);
 #pragma unroll
       for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
@@ -361,8 +351,8 @@ struct StateGroup {
       __syncwarp();  // all lanes have read the stage
       if (lane == 0) s.free[turn.stage].arrive();
     }
-    if (walk.chunks > 0) store_outputs(rO, walk, walk.chunks - 1);
-    save_state(walk, walk.chunks, true, S);
+    if (walk.chunks > 0) store_outputs(rO, walk.chunks - 1);
+    save_state(walk.chunks, true, S);
   }
 };
 
@@ -388,9 +378,10 @@ __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
   } else {
     if constexpr (kGroups == 2) take_registers<Shape::kStateRegisters>();
     const bool leader = threadIdx.x % kGroupThreads == 0;
-    const StateGroup<kType, kGroups> group{args, maps, s, warp / 4, warp % 4, lane, leader};
     Turn turn;
-    for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) group.run(Walk(args, at, Shape::kColumns), turn);
+    for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
+      StateGroup<kType, kGroups>{args, maps, s, part, walk, warp / 4, warp % 4, lane, leader}.run(turn);
+    });
     if (leader) wait_stores_read<0>();
   }
 }
