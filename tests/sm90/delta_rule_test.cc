@@ -36,9 +36,10 @@ DeltaRuleForward arguments(const DeltaRuleCase& problem, const DeltaRuleResults&
 }
 
 // With outputs that held NaNs.
-DeltaRuleResults run_into(DeltaRuleResults outputs, const DeltaRuleCase& problem) {
+DeltaRuleResults run_into(DeltaRuleResults outputs, const DeltaRuleCase& problem,
+                          const Context& context = context_for("")) {
   for (const auto& [name, tensor] : outputs.named()) outputs.at(name).fill(kNaN);
-  Call(forward_of_list, arguments(problem, outputs)).run(context_for(""));
+  Call(forward_of_list, arguments(problem, outputs)).run(context);
   return outputs;
 }
 
@@ -178,6 +179,18 @@ TEST(Sm90DeltaRuleForward, CutsBetweenChunksDoNotShow) {
   EXPECT_TRUE(support::same_bits(head.o, slice(whole.o, 1, 0, 128)));
   EXPECT_TRUE(support::same_bits(tail.o, slice(whole.o, 1, 128, 230)));
   EXPECT_TRUE(support::same_bits(tail.final_state, whole.final_state));
+}
+
+// With little scratch memory the chunks come in windows, and states go from one to the next: the same bits.
+TEST(Sm90DeltaRuleForward, WindowsDoNotShow) {
+  DeltaRuleSpec spec = with_heads(wide(Gate::kPerHead, 150), 2, 1);
+  spec.options.chunk_size = 16;
+  Context context = context_for("");
+  context.scratch_bytes = 1;
+  for (const DeltaRuleSpec& one : {with_batch(spec, 2), with_lengths(spec, {70, 0, 5, 90})}) {
+    const DeltaRuleCase problem = draw(one, 16);
+    expect_same_bits(run_into(outputs_of(Mode::kForward, problem), problem, context), run_forward(problem), "windows");
+  }
 }
 
 TEST(Sm90DeltaRuleForward, TwoRunsHaveTheSameBits) {
