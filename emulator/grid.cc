@@ -5,12 +5,14 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 uint3 threadIdx, blockIdx;
@@ -23,8 +25,10 @@ constexpr size_t kStackBytes = 256 * 1024;
 constexpr size_t kSharedBytes = 256 * 1024;  // more than any device has
 constexpr unsigned char kPoison = 0xff;      // a NaN in every floating-point type
 constexpr size_t kBarriers = 16;
+constexpr size_t kWarpsOfGroup = kWarpgroup / kLanes;
 
-enum class State { kReady, kPaused, kTogether, kAtBarrier, kLeft };
+// With its warp, with its warpgroup; at a named barrier, at the phase of a transaction barrier.
+enum class State { kReady, kPaused, kTogether, kWithGroup, kAtBarrier, kAtPhase, kLeft };
 
 struct Copy {
   void* to;
@@ -37,12 +41,16 @@ struct Fiber {
   const char* waits_for = "";
   WarpOperation operation = nullptr;
   void* mine = nullptr;
-  size_t barrier = 0;  // where it stands
+  bool with_group = false;  // the operation is of the warpgroup
+  size_t barrier = 0;       // where it stands
+  uint32_t phase_barrier = 0;
+  bool parity = false;
 
   bool waited = false;  // for the kernels before this one
 
   std::vector<Copy> copies;                 // not yet committed
   std::deque<std::vector<Copy>> committed;  // oldest first
+  AsyncWork async;
 
   bool started = false;
   jmp_buf place;  // where it goes on
@@ -66,7 +74,7 @@ class Block {
     grid_ = &grid;
     body_ = &body;
     blockIdx = index;
-    const size_t threads = size_t{grid.threads.x} * grid.threads.y * grid.threads.z;
+    const size_t threads = threads_of_block();
     if (threads == 0 || threads > 1024 || threads % kLanes != 0) {
       fail("a block of %zu threads: expected whole warps, at most 1024 threads", threads);
     }
@@ -78,10 +86,15 @@ class Block {
       fibers_[i]->waited = false;
       fibers_[i]->copies.clear();
       fibers_[i]->committed.clear();
+      fibers_[i]->async.reset();
     }
+    landings_.clear();
+    at_phases_ = 0;
     const size_t warps = threads / kLanes;
     backwards_ = (index.x + index.y + index.z) % 2 == 1;
-    while (run_next_warp(warps)) open_barriers(threads);
+    do {
+      while (run_next_warp(warps)) open_barriers(threads);
+    } while (land_next(threads));
     report_waiting(threads);
   }
 
@@ -99,6 +112,16 @@ class Block {
     ++barrier.arrived;
   }
 
+  void begin_landing(std::function<void()> landing) { landings_.push_back(std::move(landing)); }
+  void wait_for_phase(uint32_t barrier, bool parity) {
+    if (transaction_barrier(barrier).completed(parity)) return;
+    current().phase_barrier = barrier;
+    current().parity = parity;
+    ++at_phases_;
+    stop(State::kAtPhase);
+  }
+  int elected_lane() const { return backwards_ ? kLanes - 1 : 0; }
+
   void stop(State state) {
     Fiber& fiber = current();
     fiber.state = state;
@@ -115,6 +138,10 @@ class Block {
     if (arena_ + address < shared_ || address + bytes > kSharedBytes) fail("an address outside dynamic shared memory");
     if (address % bytes != 0) fail("address %zu of shared memory is not aligned to the access", size_t{address});
     return arena_ + address;
+  }
+
+  TransactionBarrier& transaction_barrier(uint32_t address) {
+    return *static_cast<TransactionBarrier*>(shared_pointer(address, sizeof(TransactionBarrier)));
   }
 
   template <class... Args>
@@ -162,12 +189,51 @@ class Block {
         if (fibers_[i]->state == State::kAtBarrier && fibers_[i]->barrier == id) fibers_[i]->state = State::kReady;
       }
     }
+    open_phases(threads);
+  }
+
+  // Lets the threads go on whose phase has completed.
+  void open_phases(size_t threads) {
+    if (at_phases_ == 0) return;
+    for (size_t i = 0; i < threads; ++i) {
+      Fiber& fiber = *fibers_[i];
+      if (fiber.state != State::kAtPhase) continue;
+      if (!transaction_barrier(fiber.phase_barrier).completed(fiber.parity)) continue;
+      fiber.state = State::kReady;
+      --at_phases_;
+    }
+  }
+
+  // Copies complete in the order in which they began, or in the opposite one. False when none is on its way.
+  bool land_next(size_t threads) {
+    if (landings_.empty()) return false;
+    const std::function<void()> landing = std::move(backwards_ ? landings_.back() : landings_.front());
+    backwards_ ? landings_.pop_back() : landings_.pop_front();
+    if (std::all_of(fibers_.begin(), fibers_.begin() + static_cast<ptrdiff_t>(threads),
+                    [](const auto& fiber) { return fiber->state == State::kLeft; })) {
+      fail("all threads have left while a copy to shared memory is on its way");
+    }
+    landing();
+    open_phases(threads);
+    return true;
   }
 
   void report_waiting(size_t threads) {
     for (size_t i = 0; i < threads; ++i) {
-      if (fibers_[i]->state == State::kAtBarrier)
-        fail("thread %zu waits at barrier %zu forever", i, fibers_[i]->barrier);
+      const Fiber& fiber = *fibers_[i];
+      switch (fiber.state) {
+        case State::kAtBarrier:
+          fail("thread %zu waits at barrier %zu forever", i, fiber.barrier);
+        case State::kAtPhase:
+          fail("thread %zu waits for parity %d of the transaction barrier at %u forever", i, int{fiber.parity},
+               fiber.phase_barrier);
+        case State::kWithGroup:
+          fail("thread %zu waits at %s for its warpgroup forever", i, fiber.waits_for);
+        case State::kTogether:
+          fail("thread %zu waits at %s for its warp forever", i, fiber.waits_for);
+        default:
+          break;
+      }
     }
   }
 
@@ -194,8 +260,10 @@ class Block {
       WarpOperation operation = nullptr;
       int waiting = 0;
       const char* name = "";
+      bool some_at_phase = false;
       for (size_t lane = 0; lane < kLanes; ++lane) {
         const Fiber& fiber = *fibers_[warp * kLanes + lane];
+        some_at_phase = some_at_phase || fiber.state == State::kAtPhase;
         if (fiber.state != State::kTogether) continue;
         if (waiting > 0 && fiber.operation != operation) fail("lanes of a warp at %s and %s", name, fiber.waits_for);
         operation = fiber.operation;
@@ -204,11 +272,37 @@ class Block {
         ++waiting;
       }
       if (waiting == 0) return;
+      if (waiting != kLanes && some_at_phase) return;  // they come when the phase has completed
       if (waiting != kLanes) fail("only %d lanes of a warp at %s", waiting, name);
+      if (fibers_[warp * kLanes]->with_group) {
+        for (size_t lane = 0; lane < kLanes; ++lane) fibers_[warp * kLanes + lane]->state = State::kWithGroup;
+        if (!run_group(warp / kWarpsOfGroup)) return;
+        continue;
+      }
       operation(mine);
       for (size_t lane = 0; lane < kLanes; ++lane) fibers_[warp * kLanes + lane]->state = State::kReady;
     }
   }
+
+  // The operation for which all warps of a warpgroup wait. False unless all of them do.
+  bool run_group(size_t group) {
+    void* mine[kWarpgroup];
+    const size_t first = group * kWarpgroup;
+    if (first + kWarpgroup > threads_of_block()) fail("an operation of a warpgroup in one that is not whole");
+    for (size_t lane = 0; lane < kWarpgroup; ++lane) {
+      const Fiber& fiber = *fibers_[first + lane];
+      if (fiber.state != State::kWithGroup) return false;
+      if (fiber.operation != fibers_[first]->operation) {
+        fail("warps of a warpgroup at %s and another %s", fibers_[first]->waits_for, fiber.waits_for);
+      }
+      mine[lane] = fiber.mine;
+    }
+    fibers_[first]->operation(mine);
+    for (size_t lane = 0; lane < kWarpgroup; ++lane) fibers_[first + lane]->state = State::kReady;
+    return true;
+  }
+
+  size_t threads_of_block() const { return size_t{grid_->threads.x} * grid_->threads.y * grid_->threads.z; }
 
   void resume(size_t index) {
     current_ = index;
@@ -235,6 +329,7 @@ class Block {
     for (;;) {
       (*body_)();
       if (grid_->overlaps && !current().waited) fail("leaves without having waited for the kernels before");
+      if (const char* wrong = current().async.leave()) fail("%s", wrong);
       stop(State::kLeft);
     }
   }
@@ -252,6 +347,8 @@ class Block {
   Barrier barriers_[kBarriers];
   bool backwards_ = false;  // the order of warps and lanes
   size_t current_ = 0;
+  std::deque<std::function<void()>> landings_;
+  size_t at_phases_ = 0;  // threads
   jmp_buf scheduler_;
   unsigned char* arena_ = nullptr;
   unsigned char* shared_ = nullptr;
@@ -282,13 +379,28 @@ void run(const Grid& grid, const std::function<void()>& body) {
   }
 }
 
-void together(const char* name, WarpOperation operation, void* mine) {
+namespace {
+
+void meet(const char* name, WarpOperation operation, void* mine, bool with_group) {
   Fiber& fiber = Block::instance().current();
   fiber.waits_for = name;
   fiber.operation = operation;
   fiber.mine = mine;
+  fiber.with_group = with_group;
   Block::instance().stop(State::kTogether);
 }
+
+}  // namespace
+
+void together(const char* name, WarpOperation operation, void* mine) { meet(name, operation, mine, false); }
+void warpgroup_together(const char* name, WarpOperation operation, void* mine) { meet(name, operation, mine, true); }
+
+int elected_lane() { return Block::instance().elected_lane(); }
+
+void wait_for_phase(uint32_t barrier, bool parity) { Block::instance().wait_for_phase(barrier, parity); }
+void begin_landing(std::function<void()> landing) { Block::instance().begin_landing(std::move(landing)); }
+AsyncWork& async_work() { return Block::instance().current().async; }
+void fail(const char* message) { Block::instance().fail("%s", message); }
 
 void block_barrier() { named_barrier(0, 0); }
 

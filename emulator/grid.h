@@ -1,8 +1,9 @@
 // Runs a CUDA kernel, compiled as C++, on the CPU: block after block, the threads of a block as fibers of one thread.
 //
-// A fiber runs until it needs the others: at a barrier of the block, or at an instruction of its whole warp (a shuffle,
-// a product of the tensor cores). That instruction is executed once for the 32 lanes when all of them have arrived.
-// Lanes that arrive at different instructions, or that have left while others wait, end the program with a message.
+// A fiber runs until it needs the others: at a barrier, or at an instruction of its whole warp (a shuffle, a product of
+// the tensor cores) or warpgroup (wgmma). That instruction is executed once for the 32 or 128 threads when all of them
+// have arrived. Threads that arrive at different instructions, or that have left while others wait, end the program with
+// a message.
 //
 // What a kernel may not rely on differs from block to block: the order of its warps, and of lanes between two
 // instructions of their warp. Shared memory starts as NaNs, and the page after it cannot be touched.
@@ -14,9 +15,12 @@
 #include <cstdint>
 #include <functional>
 
+#include "async.h"
+
 namespace emulator {
 
 inline constexpr int kLanes = 32;
+inline constexpr int kWarpgroup = 128;  // threads
 
 struct Grid {
   dim3 blocks, threads;
@@ -30,17 +34,31 @@ void run(const Grid& grid, const std::function<void()>& body);
 // The rest is for the running thread of a kernel
 // ------------------------------------------------------------------------
 
-// What the 32 lanes of a warp do together: lanes[i] is what lane i gave to `together`.
+// What the 32 lanes of a warp, or the 128 of a warpgroup, do together: lanes[i] is what lane i gave to `together`.
 using WarpOperation = void (*)(void* const* lanes);
 
-// Returns when operation(lanes) has run.
+// Both return when operation(lanes) has run.
 void together(const char* name, WarpOperation operation, void* mine);
+void warpgroup_together(const char* name, WarpOperation operation, void* mine);
+
+// The lane that an instruction elects: one in some blocks, another one in others.
+int elected_lane();
 
 // The block's barrier 0, for all threads that have not left; and one of the others, 1 to 15, for so many threads, some
 // of which may only arrive at it and go on.
 void block_barrier();
 void named_barrier(int id, int threads);
 void arrive_at_named_barrier(int id, int threads);
+
+// Waits until the phase of this parity of a transaction barrier in shared memory has completed.
+void wait_for_phase(uint32_t barrier, bool parity);
+
+// Work on the way that somebody waits for at a transaction barrier. It is done as late as the block allows: when no
+// thread can go on without it.
+void begin_landing(std::function<void()> landing);
+
+// Work of the running thread on its way, see async.h.
+AsyncWork& async_work();
 
 // Every thread of a grid that overlaps has to call this.
 void wait_for_previous_kernels();

@@ -177,6 +177,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     case cudaDevAttrMultiProcessorCount:
       *value = kMultiprocessors;
       return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      return cudaSuccess;
     default:
       return remember(cudaErrorInvalidValue);
   }

@@ -1,5 +1,5 @@
-// The instructions that C++ has no word for: thin names over what every architecture from sm_80 on has. The only inline
-// assembly of the backend. emulator/cuda/common/instructions.cuh says the same in C++.
+// The instructions that C++ has no word for: thin names over what every architecture from sm_80 on has. Those of Hopper
+// alone are in cuda/sm90; there is no other inline assembly. emulator/cuda/common/instructions.cuh says the same in C++.
 //
 // Fragments of mma.m16n8k16, with g = lane / 4 and t = lane % 4 (pairs are two neighbouring columns in one register):
 //

@@ -41,25 +41,6 @@ ScanConfig choose(const ScanSizes& sizes, int multiprocessors, size_t shared_lim
   return config;
 }
 
-// A forward that keeps nothing stays below half a gigabyte of scratch memory, however long its input is.
-constexpr size_t kMostFactorBytes = size_t{384} << 20;
-
-struct Scratch {
-  int64_t* first_chunk;
-  ChunkFactors factors;
-  float* carried;
-};
-
-Scratch take_scratch(ScratchLayout& layout, const DeltaRuleForwardProblem& problem, const ChunkArgs& args,
-                     const Windows& windows) {
-  Scratch scratch;
-  scratch.first_chunk = take_first_chunks(layout, problem);
-  scratch.factors =
-      take_factors(layout, problem, problem.args.kept.present() ? 0 : chunks_of_window(args, windows), false);
-  scratch.carried = take_carried(layout, problem, windows);
-  return scratch;
-}
-
 // The smallest block, which any problem of a width can fall back to.
 constexpr ScanConfig smallest(int padded_k, bool per_channel) {
   return {.padded_k = padded_k, .per_channel = per_channel, .tiles = 1, .pairs = 4, .stages = 1};
@@ -115,32 +96,7 @@ int64_t kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k) {
 std::string config_text(const DeltaRuleForwardProblem& problem) { return config_of(problem).text(); }
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
-  const DeltaRuleForward& call = problem.args;
-  ChunkArgs args = chunk_args(problem);
-  args.vector_outputs = has_vectors(call.o);
-  args.o = device_tensor(call.o);
-  args.final_state = device_states(call.final_state, call.options.state_v_first);
-  args.chunk_states = device_states(call.chunk_states, call.options.state_v_first);
-  args.state_width = state_row_width(problem, call.chunk_states);
-
-  const bool keeps = call.kept.present();
-  ScratchLayout one;
-  take_factors(one, problem, 1, false);
-  const Windows windows = windows_of(args, keeps ? 1 : count_for(args, one.bytes(), kMostFactorBytes, context));
-  ScratchLayout measure;
-  take_scratch(measure, problem, args, windows);
-  const DeviceWorkspace workspace(context, measure.bytes());
-  ScratchLayout layout(workspace.data());
-  const Scratch scratch = take_scratch(layout, problem, args, windows);
-  number_chunks(problem, scratch.first_chunk, args, context);
-  args.factors = keeps ? kept_factors(problem, args) : scratch.factors;
-  args.factors_of_window = !keeps;
-  for (int64_t n = 0; n < windows.count; ++n) {
-    args.window = windows.at(n);
-    if (windows.count > 1) args.carried = carried_states(problem, scratch.carried, n);
-    compute_factors(problem, args, context);
-    scan_forward(args, config_of(problem), context);
-  }
+  forward_in_windows(problem, context, [&](const ChunkArgs& args) { scan_forward(args, config_of(problem), context); });
 }
 
 }  // namespace fastweight::cuda::chunk_16bit

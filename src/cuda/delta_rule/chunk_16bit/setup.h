@@ -160,6 +160,57 @@ void compute_factors(const Problem& problem, const ChunkArgs& args, const Contex
                                  : launch_factors(args, width, context);
 }
 
+// A forward that keeps nothing stays below half a gigabyte of scratch memory, however long its input is.
+inline constexpr size_t kMostFactorBytes = size_t{384} << 20;
+
+struct ForwardScratch {
+  int64_t* first_chunk;
+  ChunkFactors factors;
+  float* carried;
+};
+
+template <class Problem>
+ForwardScratch take_forward_scratch(ScratchLayout& layout, const Problem& problem, const ChunkArgs& args,
+                                    const Windows& windows) {
+  ForwardScratch scratch;
+  scratch.first_chunk = take_first_chunks(layout, problem);
+  scratch.factors =
+      take_factors(layout, problem, problem.args.kept.present() ? 0 : chunks_of_window(args, windows), false);
+  scratch.carried = take_carried(layout, problem, windows);
+  return scratch;
+}
+
+// A forward: the factors of a window, then scan(args), which goes over its chunks; and the next window.
+template <class Problem, class Scan>
+void forward_in_windows(const Problem& problem, const Context& context, const Scan& scan) {
+  const auto& call = problem.args;
+  ChunkArgs args = chunk_args(problem);
+  args.vector_outputs = has_vectors(call.o);
+  args.o = device_tensor(call.o);
+  args.final_state = device_states(call.final_state, call.options.state_v_first);
+  args.chunk_states = device_states(call.chunk_states, call.options.state_v_first);
+  args.state_width = state_row_width(problem, call.chunk_states);
+
+  const bool keeps = call.kept.present();
+  ScratchLayout one;
+  take_factors(one, problem, 1, false);
+  const Windows windows = windows_of(args, keeps ? 1 : count_for(args, one.bytes(), kMostFactorBytes, context));
+  ScratchLayout measure;
+  take_forward_scratch(measure, problem, args, windows);
+  const DeviceWorkspace workspace(context, measure.bytes());
+  ScratchLayout layout(workspace.data());
+  const ForwardScratch scratch = take_forward_scratch(layout, problem, args, windows);
+  number_chunks(problem, scratch.first_chunk, args, context);
+  args.factors = keeps ? kept_factors(problem, args) : scratch.factors;
+  args.factors_of_window = !keeps;
+  for (int64_t n = 0; n < windows.count; ++n) {
+    args.window = windows.at(n);
+    if (windows.count > 1) args.carried = carried_states(problem, scratch.carried, n);
+    compute_factors(problem, args, context);
+    scan(args);
+  }
+}
+
 // The scan from the first chunk to the last.
 inline void scan_forward(const ChunkArgs& args, const ScanConfig& config, const Context& context) {
   if (args.problem.k.dtype == DType::kBF16) {

@@ -1,0 +1,59 @@
+// What src/cuda/sm90/barriers.cuh names, in C++. Not found here: a missing fence between ordinary and asynchronous
+// accesses, a wait for a parity that is two phases old, more registers than the device has.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/common/instructions.cuh"
+
+namespace fastweight::cuda {
+
+template <class T>
+T& aligned_shared() {
+  static_assert(alignof(T) == 1024);
+  return dynamic_shared<T>();
+}
+
+struct TransactionBarrier {
+  uint64_t word;
+
+  void init(uint32_t arrivals) { emulated().init(arrivals); }
+  void arrive() { emulated().arrive(); }
+  void arrive_expecting(uint32_t bytes) {
+    emulated().expect(bytes);
+    emulated().arrive();
+  }
+  void wait(uint32_t parity) { emulator::wait_for_phase(shared_address(&word), parity % 2 != 0); }
+
+ private:
+  emulator::TransactionBarrier& emulated() {
+    return *static_cast<emulator::TransactionBarrier*>(
+        emulator::shared_pointer(shared_address(&word), sizeof(emulator::TransactionBarrier)));
+  }
+};
+
+inline void fence_barrier_init() {}
+inline void fence_async_proxy() {}
+
+inline bool elect_one() {
+  emulator::together(
+      "elect", [](void* const*) {}, nullptr);
+  return emulator::lane() == emulator::elected_lane();
+}
+
+template <int kCount>
+void take_registers() {
+  static_assert(kCount >= 24 && kCount <= 256 && kCount % 8 == 0);
+  emulator::warpgroup_together(
+      "setmaxnreg", [](void* const*) {}, nullptr);
+}
+template <int kCount>
+void give_registers() {
+  static_assert(kCount >= 24 && kCount <= 256 && kCount % 8 == 0);
+  emulator::warpgroup_together(
+      "setmaxnreg", [](void* const*) {}, nullptr);
+}
+
+}  // namespace fastweight::cuda

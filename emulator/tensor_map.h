@@ -1,0 +1,33 @@
+// Tensor maps as the emulator's driver makes them, and the copies that use them.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <functional>
+
+namespace emulator {
+
+// What a CUtensorMap holds here.
+struct TensorMapData {
+  uint32_t magic;
+  uint8_t rank, element_bytes, swizzled_bits, filler;  // bits of the address above bit 4 that the pattern changes
+  char* data;
+  uint64_t strides[5];  // in bytes
+  uint32_t last[5];     // sizes - 1
+  uint16_t box[5];
+  uint8_t steps[5];
+};
+static_assert(sizeof(TensorMapData) <= sizeof(CUtensorMap));
+
+const TensorMapData& data_of(const CUtensorMap& map);
+
+// Of the box, as it lies in shared memory.
+uint32_t box_bytes(const TensorMapData& map);
+
+// visit(shared, global) for every element of the box at `place`: addresses of its bytes, `global` null outside of the
+// tensor. `start` is where the box begins in shared memory.
+void for_each_in_box(const TensorMapData& map, const int* place, uint32_t start,
+                     const std::function<void(uint32_t shared, char* global)>& visit);
+
+}  // namespace emulator

@@ -1,0 +1,93 @@
+// The entry chunk_sm90, forward in the chunk form on Hopper: what it takes, its tensor maps and its launches. The factors
+// are those of chunk_16bit; the scan: scan.cuh.
+#include <limits>
+#include <string>
+
+#include "cuda/delta_rule/chunk_16bit/setup.h"
+#include "cuda/delta_rule/chunk_sm90/scan.h"
+#include "cuda/delta_rule/kernels.h"
+
+namespace fastweight::cuda::chunk_sm90 {
+namespace {
+
+using chunk_16bit::ChunkArgs;
+using chunk_16bit::kChunkRows;
+
+// Of boxes, tokens and chunks, places are 32-bit numbers.
+bool fits_places(const DeltaRuleForwardProblem& problem, int64_t num_chunks) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - kChunkRows;
+  return problem.sizes.tokens <= kMost && num_chunks * problem.sizes.num_value_heads <= kMost;
+}
+
+ScanMaps scan_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
+  const auto rows = [](const TensorView& x) { return token_map(x, kChunkRows, 64, Swizzle::k128); };
+  const DType dtype = call.in.k.dtype;
+  const int64_t chunks = args.factors_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
+  const int64_t items = chunks * args.problem.num_value_heads;
+  return {rows(call.in.k),
+          rows(call.in.q),
+          rows(call.in.v),
+          rows(call.o),
+          lower_map(args.factors.J, dtype, items),
+          lower_map(args.factors.sP, dtype, items)};
+}
+
+// Few heads: narrow blocks, as long as each has a multiprocessor of its own.
+int columns_of(const DeltaRuleForwardProblem& problem) {
+  const int64_t heads = problem.sizes.num_sequences * problem.sizes.num_value_heads;
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
+  return 2 * heads <= multiprocessors ? kWidth / 2 : kWidth;
+}
+
+}  // namespace
+
+TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items) {
+  constexpr int kBlock = 16, kBlocks = kChunkRows / kBlock;
+  TensorMapSpec spec{.data = matrices - (kChunkRows - kBlock),
+                     .dtype = dtype,
+                     .rank = 4,
+                     .sizes = {kChunkRows, kBlocks, kChunkRows, items},
+                     .strides = {1, kBlock, kChunkRows, kChunkRows * kChunkRows},
+                     .box = {kChunkRows, 1, kBlock, 1},
+                     .swizzle = Swizzle::k128};
+  return tensor_map(spec);
+}
+
+std::string declines_forward(const DeltaRuleForwardProblem& problem) {
+  const DeltaRuleInputs& in = problem.args.in;
+  const DeltaRuleSizes& sizes = problem.sizes;
+  const std::string reason = chunk_16bit::declines_forward(problem);
+  if (!reason.empty()) return reason;
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor, in.q.device.index) != 9)
+    return "needs compute capability 9.0";
+  if (chunk_16bit::has_decay_per_channel(problem)) return "decays must be numbers per token";
+  if (sizes.head_dim_k <= kWidth / 2 || sizes.head_dim_k > kWidth || sizes.head_dim_v <= kWidth / 2 ||
+      sizes.head_dim_v > kWidth) {
+    return "K and V must be from 65 to 128";
+  }
+  if (!has_token_map(in.q) || !has_token_map(in.k) || !has_token_map(in.v) || !has_token_map(problem.args.o)) {
+    return "rows of q, k, v and o must lie together, at multiples of 16 bytes";
+  }
+  const auto sequences = device_sequences(in.cu_seqlens, sizes.num_sequences, sizes.tokens);
+  if (!fits_places(problem, max_chunks(sequences, problem.args.options.chunk_size))) return "too many tokens";
+  return lacks_shared_memory(scan_bytes(), in.q.device.index);
+}
+
+std::string config_text(const DeltaRuleForwardProblem& problem) {
+  return "K " + std::to_string(kWidth) + ", columns " + std::to_string(columns_of(problem)) + ", stages " +
+         std::to_string(kStages);
+}
+
+void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
+  const int columns = columns_of(problem);
+  chunk_16bit::forward_in_windows(problem, context, [&](const ChunkArgs& args) {
+    const ScanMaps maps = args.num_chunks > 0 ? scan_maps(problem.args, args) : ScanMaps{};
+    if (args.problem.k.dtype == DType::kBF16) {
+      launch_scan<DType::kBF16>(args, maps, columns, context);
+    } else {
+      launch_scan<DType::kF16>(args, maps, columns, context);
+    }
+  });
+}
+
+}  // namespace fastweight::cuda::chunk_sm90

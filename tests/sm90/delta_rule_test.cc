@@ -1,0 +1,229 @@
+// The forward of the delta rule on Hopper's instructions, which is not in the list of implementations: against the
+// double-precision reference, with all lengths of tails, states, layouts and types.
+#include <array>
+
+#include "core/implementation.h"
+#include "cuda/delta_rule/kernels.h"
+#include "ops/recurrence.h"
+#include "tests/delta_rule/grid.h"
+#include "tests/sm90/testing.h"
+
+namespace fastweight::test {
+namespace {
+
+using support::Call;
+using support::draw;
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+constexpr std::array kList{Implementation<DeltaRuleForwardProblem>{"chunk_sm90", cuda::chunk_sm90::declines_forward,
+                                                                   cuda::always, cuda::chunk_sm90::forward,
+                                                                   cuda::chunk_sm90::config_text}};
+
+std::string forward_of_list(const Context& context, const DeltaRuleForward& args) {
+  return run_recurrence("delta_rule_forward", context, args, {}, {},
+                        ImplementationList<DeltaRuleForward>(kList.data(), kList.size()));
+}
+
+DeltaRuleForward arguments(const DeltaRuleCase& problem, const DeltaRuleResults& outputs) {
+  DeltaRuleForward args;
+  args.in = problem.inputs();
+  args.options = problem.spec.options;
+  args.o = outputs.o.view();
+  args.final_state = outputs.final_state.view();
+  args.chunk_states = outputs.chunk_states.view();
+  return args;
+}
+
+// With outputs that held NaNs.
+DeltaRuleResults run_into(DeltaRuleResults outputs, const DeltaRuleCase& problem,
+                          const Context& context = context_for("")) {
+  for (const auto& [name, tensor] : outputs.named()) outputs.at(name).fill(kNaN);
+  Call(forward_of_list, arguments(problem, outputs)).run(context);
+  return outputs;
+}
+
+DeltaRuleResults run_forward(const DeltaRuleCase& problem, DType of_chunk_states = DType::kF32) {
+  DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+  outputs.chunk_states = outputs.chunk_states.to(of_chunk_states);
+  return run_into(outputs, problem);
+}
+
+void expect_as_reference(const DeltaRuleCase& problem) {
+  expect_close(problem, run_forward(problem), support::forward(problem, reference_context(), true));
+}
+
+DeltaRuleSpec wide(Gate gate, int64_t T, DType dtype = DType::kBF16) {
+  DeltaRuleSpec spec = spec_of(gate, T, 128, 128);
+  spec.dtype = dtype;
+  return spec;
+}
+
+class Sm90DeltaRule : public ::testing::TestWithParam<Gate> {};
+
+TEST_P(Sm90DeltaRule, Lengths) {
+  for (int64_t T : first<int64_t>({65, 0, 1, 320, 63, 64, 128, 129}, 4)) {
+    expect_as_reference(draw(with_batch(with_heads(wide(GetParam(), T), 2, 1), 2), 1));
+  }
+}
+
+TEST_P(Sm90DeltaRule, ChunksOfFewerTokens) {
+  for (int32_t chunk_size : {16, 32}) {
+    DeltaRuleSpec spec = wide(GetParam(), 100);
+    spec.options.chunk_size = chunk_size;
+    expect_as_reference(draw(spec, 2));
+  }
+}
+
+TEST_P(Sm90DeltaRule, Fp16) { expect_as_reference(draw(wide(GetParam(), 130, DType::kF16), 3)); }
+
+TEST_P(Sm90DeltaRule, Widths) {
+  using Widths = std::pair<int64_t, int64_t>;
+  for (const auto& [K, V] : first<Widths>({{72, 120}, {128, 72}, {104, 128}}, 2)) {
+    DeltaRuleSpec spec = spec_of(GetParam(), 70, K, V);
+    spec.dtype = DType::kBF16;
+    expect_as_reference(draw(spec, 4));
+  }
+}
+
+TEST_P(Sm90DeltaRule, NoInitialStateAndStatesInTheOtherOrder) {
+  DeltaRuleSpec spec = wide(GetParam(), 70);
+  spec.options.state_v_first = true;
+  spec.initial_state = false;
+  expect_as_reference(draw(spec, 5));
+}
+
+TEST_P(Sm90DeltaRule, SequencesOfAllLengths) {
+  expect_as_reference(draw(with_lengths(with_heads(wide(GetParam(), 0), 2, 1), {5, 0, 64, 1, 130, 63}), 6));
+}
+
+INSTANTIATE_TEST_SUITE_P(Gates, Sm90DeltaRule, ::testing::Values(Gate::kNone, Gate::kPerHead),
+                         [](const auto& info) { return std::string(name_of(info.param)); });
+
+TEST(Sm90DeltaRuleForward, GroupsNormsAndRawGates) {
+  DeltaRuleSpec spec = with_batch(with_heads(wide(Gate::kPerHead, 70), 2, 2), 2);
+  spec.options.qk_l2norm = spec.options.gate_in_kernel = spec.options.beta_sigmoid = true;
+  expect_as_reference(draw(spec, 7));
+}
+
+// A sequence alone, and the same between others whose tokens are NaNs: the same bits.
+TEST(Sm90DeltaRuleForward, NothingOfTheNextSequence) {
+  const std::vector<int64_t> lengths{40, 70, 30};
+  DeltaRuleCase packed = draw(with_lengths(wide(Gate::kPerHead, 0), lengths), 8);
+  const DeltaRuleResults whole = run_forward(packed);
+  for (Tensor* x : {&packed.q, &packed.k, &packed.v, &packed.g, &packed.beta}) {
+    const int64_t row = x->size() / packed.spec.T;
+    for (int64_t t = 0; t < packed.spec.T; ++t) {
+      if (t >= 40 && t < 110) continue;
+      for (int64_t i = 0; i < row; ++i) x->set(t * row + i, kNaN);
+    }
+  }
+  const DeltaRuleResults beside = run_forward(packed);
+  EXPECT_TRUE(support::same_bits(slice(beside.o, 1, 40, 110), slice(whole.o, 1, 40, 110)));
+  EXPECT_TRUE(support::same_bits(slice(beside.final_state, 0, 1, 2), slice(whole.final_state, 0, 1, 2)));
+  for (double value : slice(beside.o, 1, 40, 110).values()) ASSERT_FALSE(std::isnan(value));
+}
+
+// Kept in the type of k they are those of fp32, rounded, in either order of K and V.
+TEST(Sm90DeltaRuleForward, ChunkStatesInTheTypeOfK) {
+  for (bool v_first : {true, false}) {
+    DeltaRuleSpec spec = with_heads(spec_of(Gate::kPerHead, 200, 120, 104), 2, 1);
+    spec.dtype = DType::kBF16;
+    spec.options.state_v_first = v_first;
+    const DeltaRuleCase problem = draw(spec, 12);
+    const Tensor expected = run_forward(problem).chunk_states.to(DType::kBF16);
+    EXPECT_TRUE(support::same_bits(run_forward(problem, DType::kBF16).chunk_states, expected)) << v_first;
+  }
+}
+
+// Offsets that the host cannot refuse: the call looks at the memory around its tensors.
+TEST(Sm90DeltaRuleForward, MalformedOffsetsStayInside) {
+  DeltaRuleCase problem = draw(with_lengths(wide(Gate::kPerHead, 0), {30, 20, 19}), 13);
+  const DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+  for (const std::vector<int64_t>& offsets : kMalformedOffsets) {
+    problem.cu_seqlens = offsets_of(offsets);
+    EXPECT_NO_THROW(run_into(outputs, problem));
+  }
+}
+
+// A captured call serves other lengths: the tensor maps know none.
+TEST(Sm90DeltaRuleForward, GraphReplaysWithOtherLengths) {
+  const DeltaRuleCase problem = draw(with_lengths(wide(Gate::kPerHead, 0), {100, 60, 40}), 14);
+  const DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+  const CallOnDevice call(Call(forward_of_list, arguments(problem, outputs)));
+  const support::DeviceStream stream;
+  Context context = context_for("");
+  context.stream = stream.get();
+  const support::DeviceGraph graph(stream, [&] { call.enqueue(context); });
+  for (const std::vector<int64_t>& offsets : {std::vector<int64_t>{0, 1, 129, 200}, {0, 100, 100, 150}}) {
+    call["cu_seqlens"].set(offsets_of(offsets));
+    call.poison_outputs();
+    graph.launch(stream);
+    stream.wait();
+    DeltaRuleCase same = problem;
+    same.cu_seqlens = offsets_of(offsets);
+    const DeltaRuleResults direct = run_into(outputs, same);
+    EXPECT_TRUE(support::same_bits(call["o"].get(), direct.o));
+    EXPECT_TRUE(support::same_bits(call["final_state"].get(), direct.final_state));
+    for (double value : slice(call["o"].get(), 1, offsets.back(), 200).values()) ASSERT_TRUE(std::isnan(value));
+  }
+}
+
+// A sequence that is cut between two chunks, the state handed over: the same bits.
+TEST(Sm90DeltaRuleForward, CutsBetweenChunksDoNotShow) {
+  const DeltaRuleCase problem = draw(wide(Gate::kPerHead, 230), 15);
+  const DeltaRuleResults whole = run_forward(problem), head = run_forward(slice_tokens(problem, 0, 128));
+  DeltaRuleCase rest = slice_tokens(problem, 128, 230);
+  rest.initial_state = head.final_state;
+  const DeltaRuleResults tail = run_forward(rest);
+  EXPECT_TRUE(support::same_bits(head.o, slice(whole.o, 1, 0, 128)));
+  EXPECT_TRUE(support::same_bits(tail.o, slice(whole.o, 1, 128, 230)));
+  EXPECT_TRUE(support::same_bits(tail.final_state, whole.final_state));
+}
+
+// With little scratch memory the chunks come in windows, and states go from one to the next: the same bits.
+TEST(Sm90DeltaRuleForward, WindowsDoNotShow) {
+  DeltaRuleSpec spec = with_heads(wide(Gate::kPerHead, 150), 2, 1);
+  spec.options.chunk_size = 16;
+  Context context = context_for("");
+  context.scratch_bytes = 1;
+  for (const DeltaRuleSpec& one : {with_batch(spec, 2), with_lengths(spec, {70, 0, 5, 90})}) {
+    const DeltaRuleCase problem = draw(one, 16);
+    expect_same_bits(run_into(outputs_of(Mode::kForward, problem), problem, context), run_forward(problem), "windows");
+  }
+}
+
+TEST(Sm90DeltaRuleForward, TwoRunsHaveTheSameBits) {
+  const DeltaRuleCase problem = draw(with_heads(wide(Gate::kPerHead, 200), 3, 1), 9);
+  expect_same_bits(run_forward(problem), run_forward(problem), "two runs");
+}
+
+// Many heads have blocks of 128 columns, one alone has two of 64: the same bits.
+TEST(Sm90DeltaRuleForward, ColumnsOfABlockChangeNoBit) {
+  const int64_t heads = emulated() ? 3 : 67;
+  const DeltaRuleCase all = draw(with_heads(wide(Gate::kPerHead, 100), heads, 1), 11);
+  DeltaRuleCase one = all;
+  one.spec.H = one.spec.HV = 1;
+  for (Tensor* x : {&one.q, &one.k, &one.v, &one.g, &one.beta}) *x = slice(*x, 2, 1, 2);
+  one.initial_state = slice(one.initial_state, 1, 1, 2);
+  const DeltaRuleResults of_all = run_forward(all), of_one = run_forward(one);
+  EXPECT_TRUE(support::same_bits(of_one.o, slice(of_all.o, 2, 1, 2)));
+  EXPECT_TRUE(support::same_bits(of_one.final_state, slice(of_all.final_state, 1, 1, 2)));
+  EXPECT_TRUE(support::same_bits(of_one.chunk_states, slice(of_all.chunk_states, 2, 1, 2)));
+}
+
+TEST(Sm90DeltaRuleForward, WhatItDeclines) {
+  const auto expect = [](const DeltaRuleSpec& spec, const std::string& reason) {
+    expect_refused(ErrorCode::kUnsupported, reason, [&] { run_forward(draw(spec, 10)); });
+  };
+  expect(wide(Gate::kPerChannel, 70), "decays must be numbers per token");
+  expect(wide(Gate::kPerHead, 70, DType::kF32), "16-bit type");
+  DeltaRuleSpec narrow = spec_of(Gate::kPerHead, 70, 64, 128);
+  narrow.dtype = DType::kBF16;
+  expect(narrow, "from 65 to 128");
+  narrow.K = 100;
+  expect(narrow, "multiples of 16 bytes");
+}
+
+}  // namespace
+}  // namespace fastweight::test
