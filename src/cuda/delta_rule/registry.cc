@@ -12,6 +12,9 @@ std::string keeping_nothing(const DeltaRuleForwardProblem& problem) {
 }
 
 constexpr Implementation<DeltaRuleForwardProblem> kForward[] = {
+#ifdef FASTWEIGHT_SM90
+    {"chunk_sm90", chunk_sm90::declines_forward, always, chunk_sm90::forward, chunk_sm90::config_text},
+#endif
     {"chunk_16bit", chunk_16bit::declines_forward, always, chunk_16bit::forward, chunk_16bit::config_text},
     {"chunk_fp32", keeping_nothing<chunk_fp32::declines_forward>, always, chunk_fp32::forward, chunk_fp32::config_text},
     {"recurrent", keeping_nothing<beyond_all_kernels<DeltaRuleForwardProblem>>, always, recurrent::forward},

@@ -65,6 +65,23 @@ __device__ __forceinline__ Float* carried_at(const ChunkArgs& args, Float* state
   return states + (head * ranges + part.column / columns) * floats + 4 * thread;
 }
 
+// C tiles of a thread, one of kThreads.
+template <int kThreads, int kTiles>
+__device__ __forceinline__ void take_tiles(const float* from, float (&S)[kTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    const float4 x = *reinterpret_cast<const float4*>(from + n * 4 * kThreads);
+    S[n][0] = x.x, S[n][1] = x.y, S[n][2] = x.z, S[n][3] = x.w;
+  }
+}
+template <int kThreads, int kTiles>
+__device__ __forceinline__ void give_tiles(float* to, const float (&S)[kTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    *reinterpret_cast<float4*>(to + n * 4 * kThreads) = make_float4(S[n][0], S[n][1], S[n][2], S[n][3]);
+  }
+}
+
 // The state in the registers of the block's first kPairs warps, from the window before or to the next.
 template <int kTiles, int kK, int kPairs>
 __device__ __forceinline__ void take_carried(const ChunkArgs& args, const ScanPart& part, const Walk& walk,
@@ -73,28 +90,15 @@ __device__ __forceinline__ void take_carried(const ChunkArgs& args, const ScanPa
   const float* from =
       carried_at(args, args.carried.taken, part, walk, kColumns, kColumns * kK, static_cast<int>(threadIdx.x));
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int n = 0; n < kK / 8; ++n) {
-      const float4 x = *reinterpret_cast<const float4*>(from + (i * (kK / 8) + n) * 4 * kThreads);
-      S[i][n][0] = x.x, S[i][n][1] = x.y, S[i][n][2] = x.z, S[i][n][3] = x.w;
-    }
-  }
+  for (int i = 0; i < kTiles; ++i) take_tiles<kThreads>(from + i * (kK / 2) * kThreads, S[i]);
 }
-
 template <int kTiles, int kK, int kPairs>
 __device__ __forceinline__ void give_carried(const ChunkArgs& args, const ScanPart& part, const Walk& walk,
                                              const float (&S)[kTiles][kK / 8][4]) {
   constexpr int kThreads = kPairs * kWarpSize, kColumns = 16 * kTiles * kPairs;
   float* to = carried_at(args, args.carried.given, part, walk, kColumns, kColumns * kK, static_cast<int>(threadIdx.x));
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-    for (int n = 0; n < kK / 8; ++n) {
-      *reinterpret_cast<float4*>(to + (i * (kK / 8) + n) * 4 * kThreads) =
-          make_float4(S[i][n][0], S[i][n][1], S[i][n][2], S[i][n][3]);
-    }
-  }
+  for (int i = 0; i < kTiles; ++i) give_tiles<kThreads>(to + i * (kK / 2) * kThreads, S[i]);
 }
 
 }  // namespace fastweight::cuda::chunk_16bit

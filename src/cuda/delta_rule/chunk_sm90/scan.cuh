@@ -241,6 +241,15 @@ struct StateGroup {
   __device__ __forceinline__ int first_column() const { return part.column + group * kGroupColumns; }
   __device__ __forceinline__ int column() const { return first_column() + 16 * warp; }
 
+  // The thread's share of the states between windows.
+  static constexpr int kStateThreads = kGroups * kGroupThreads;
+  template <class Float>
+  __device__ __forceinline__ Float* carried(Float* states) const {
+    constexpr int kColumns = Block<kGroups>::kColumns;
+    return chunk_16bit::carried_at(args, states, part, walk, kColumns, kColumns * kWidth,
+                                   static_cast<int>(threadIdx.x));
+  }
+
   // o^T through shared memory to the rows of a chunk. The tile is free when the store before has read it.
   __device__ __forceinline__ void store_outputs(const Fragments<kTokenSteps>& o, int c) const {
     const ValueTile tile(s.o[group]);
@@ -258,15 +267,19 @@ struct StateGroup {
   }
 
   __device__ __forceinline__ void load_first_state(StateSums& S) const {
-    const StateAddress place = edge_state(args.initial_state, args.carried.taken, walk.opens, part, walk);
-    if (!place.exists) return;
-    load_state<kWidth>(place.states, place.offset, column(), args.problem.head_dim_k, args.problem.head_dim_v, lane, S);
+    if (!walk.opens) {
+      chunk_16bit::take_tiles<kStateThreads>(carried(args.carried.taken), S);
+    } else if (args.initial_state.present()) {
+      load_state<kWidth>(args.initial_state, state_offset(args.initial_state, part), column(), args.problem.head_dim_k,
+                         args.problem.head_dim_v, lane, S);
+    }
   }
 
   // The state before chunk c of the walk, or after the last one.
   __device__ __forceinline__ void save_state(int c, bool last, StateSums& S) const {
-    const StateAddress place = last ? edge_state(args.final_state, args.carried.given, walk.closes, part, walk)
-                                    : chunk_state_address(args, part, walk.span.batch, walk.position + c);
+    if (last && !walk.closes) return chunk_16bit::give_tiles<kStateThreads>(carried(args.carried.given), S);
+    const StateAddress place =
+        last ? final_state_address(args, part) : chunk_state_address(args, part, walk.span.batch, walk.position + c);
     if (!place.exists) return;
     store_state<kWidth>(place.states, place.offset, column(), args.problem.head_dim_k, args.problem.head_dim_v, lane,
                         S);
