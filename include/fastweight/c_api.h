@@ -210,6 +210,15 @@ typedef struct fw_gla_backward_args {
   fw_tensor dq, dk, dv, dg, d_initial_state; /* each optional */
 } fw_gla_backward_args;
 
+typedef struct fw_gla_step_args {
+  size_t struct_size;
+  const fw_gla_inputs* inputs; /* without initial_state */
+  const fw_gla_options* options;
+  fw_tensor state;         /* [slots, H, K, V], read and written */
+  fw_tensor state_indices; /* [N]: the slot of each sequence, none twice, -1: skip it; optional */
+  fw_tensor o;             /* [B, T, H, V] */
+} fw_gla_step_args;
+
 typedef struct fw_comba_forward_args {
   size_t struct_size;
   const fw_comba_inputs* inputs;
@@ -229,6 +238,15 @@ typedef struct fw_comba_backward_args {
   fw_tensor dq, dk, dv, dp, dg, dbeta, d_initial_state; /* each optional */
 } fw_comba_backward_args;
 
+typedef struct fw_comba_step_args {
+  size_t struct_size;
+  const fw_comba_inputs* inputs; /* without initial_state */
+  const fw_comba_options* options;
+  fw_tensor state;         /* [slots, H, K, V], read and written */
+  fw_tensor state_indices; /* [N]: the slot of each sequence, none twice, -1: skip it; optional */
+  fw_tensor o;             /* [B, T, H, V] */
+} fw_comba_step_args;
+
 typedef struct fw_dplr_forward_args {
   size_t struct_size;
   const fw_dplr_inputs* inputs;
@@ -247,6 +265,15 @@ typedef struct fw_dplr_backward_args {
   fw_tensor chunk_states;                            /* the forward's; optional */
   fw_tensor dq, dk, dv, da, db, dg, d_initial_state; /* each optional */
 } fw_dplr_backward_args;
+
+typedef struct fw_dplr_step_args {
+  size_t struct_size;
+  const fw_dplr_inputs* inputs; /* without initial_state */
+  const fw_dplr_options* options;
+  fw_tensor state;         /* [slots, H, K, V], read and written */
+  fw_tensor state_indices; /* [N]: the slot of each sequence, none twice, -1: skip it; optional */
+  fw_tensor o;             /* [B, T, H, V] */
+} fw_dplr_step_args;
 
 typedef struct fw_ttt_linear_options {
   size_t struct_size;
@@ -454,14 +481,17 @@ FW_API void fw_gla_options_init(fw_gla_options* options);
 FW_API void fw_gla_inputs_init(fw_gla_inputs* inputs);
 FW_API void fw_gla_forward_args_init(fw_gla_forward_args* args);
 FW_API void fw_gla_backward_args_init(fw_gla_backward_args* args);
+FW_API void fw_gla_step_args_init(fw_gla_step_args* args);
 FW_API void fw_comba_options_init(fw_comba_options* options);
 FW_API void fw_comba_inputs_init(fw_comba_inputs* inputs);
 FW_API void fw_comba_forward_args_init(fw_comba_forward_args* args);
 FW_API void fw_comba_backward_args_init(fw_comba_backward_args* args);
+FW_API void fw_comba_step_args_init(fw_comba_step_args* args);
 FW_API void fw_dplr_options_init(fw_dplr_options* options);
 FW_API void fw_dplr_inputs_init(fw_dplr_inputs* inputs);
 FW_API void fw_dplr_forward_args_init(fw_dplr_forward_args* args);
 FW_API void fw_dplr_backward_args_init(fw_dplr_backward_args* args);
+FW_API void fw_dplr_step_args_init(fw_dplr_step_args* args);
 FW_API void fw_ttt_linear_options_init(fw_ttt_linear_options* options);
 FW_API void fw_ttt_linear_inputs_init(fw_ttt_linear_inputs* inputs);
 FW_API void fw_ttt_linear_forward_args_init(fw_ttt_linear_forward_args* args);
@@ -495,14 +525,17 @@ FW_API fw_status fw_gla_forward(const fw_context* context, const fw_gla_forward_
                                 const char** implementation);
 FW_API fw_status fw_gla_backward(const fw_context* context, const fw_gla_backward_args* args,
                                  const char** implementation);
+FW_API fw_status fw_gla_step(const fw_context* context, const fw_gla_step_args* args, const char** implementation);
 FW_API fw_status fw_comba_forward(const fw_context* context, const fw_comba_forward_args* args,
                                   const char** implementation);
 FW_API fw_status fw_comba_backward(const fw_context* context, const fw_comba_backward_args* args,
                                    const char** implementation);
+FW_API fw_status fw_comba_step(const fw_context* context, const fw_comba_step_args* args, const char** implementation);
 FW_API fw_status fw_dplr_forward(const fw_context* context, const fw_dplr_forward_args* args,
                                  const char** implementation);
 FW_API fw_status fw_dplr_backward(const fw_context* context, const fw_dplr_backward_args* args,
                                   const char** implementation);
+FW_API fw_status fw_dplr_step(const fw_context* context, const fw_dplr_step_args* args, const char** implementation);
 FW_API fw_status fw_ttt_linear_forward(const fw_context* context, const fw_ttt_linear_forward_args* args,
                                        const char** implementation);
 FW_API fw_status fw_ttt_linear_backward(const fw_context* context, const fw_ttt_linear_backward_args* args,

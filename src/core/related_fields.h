@@ -41,6 +41,13 @@ inline constexpr auto kTensors<GlaBackward, S> = std::to_array<TensorField<S>>({
 });
 
 template <class S>
+inline constexpr auto kTensors<GlaStep, S> = std::to_array<TensorField<S>>({
+    {"state", Use::kUpdates, &S::state},
+    {"state_indices", Use::kMayRead, &S::state_indices},
+    {"o", Use::kWrites, &S::o},
+});
+
+template <class S>
 inline constexpr auto kOptions<GlaOptions, S> = std::make_tuple(option("gate", &S::gate), option("scale", &S::scale),
                                                                 option("chunk_size", &S::chunk_size),
                                                                 option("state_v_first", &S::state_v_first));
@@ -78,6 +85,13 @@ inline constexpr auto kTensors<CombaBackward, S> = std::to_array<TensorField<S>>
     {"dg", Use::kWrites, &S::dg, "g"},
     {"dbeta", Use::kWrites, &S::dbeta, "beta"},
     {"d_initial_state", Use::kWritesState, &S::d_initial_state, "initial_state"},
+});
+
+template <class S>
+inline constexpr auto kTensors<CombaStep, S> = std::to_array<TensorField<S>>({
+    {"state", Use::kUpdates, &S::state},
+    {"state_indices", Use::kMayRead, &S::state_indices},
+    {"o", Use::kWrites, &S::o},
 });
 
 template <class S>
@@ -119,6 +133,13 @@ inline constexpr auto kTensors<DplrBackward, S> = std::to_array<TensorField<S>>(
     {"db", Use::kWrites, &S::db, "b"},
     {"dg", Use::kWrites, &S::dg, "g"},
     {"d_initial_state", Use::kWritesState, &S::d_initial_state, "initial_state"},
+});
+
+template <class S>
+inline constexpr auto kTensors<DplrStep, S> = std::to_array<TensorField<S>>({
+    {"state", Use::kUpdates, &S::state},
+    {"state_indices", Use::kMayRead, &S::state_indices},
+    {"o", Use::kWrites, &S::o},
 });
 
 template <class S>

@@ -55,8 +55,8 @@ void check_sequences(const char* name, const TensorView& cu_seqlens, const Block
   const int64_t num_sequences = check::num_sequences(cu_seqlens, sizes.batch, sizes.tokens);
   // Blocks have no states; their multiply-adds per token and head are counted in 64 bits too.
   constexpr int64_t kNarrowest = 64, kWidest = int64_t{1} << 28;
-  check::scratch_extent(sizes.batch, sizes.tokens, num_sequences, sizes.num_value_heads,
-                        std::clamp(sizes.head_dim_k, kNarrowest, kWidest), name);
+  const int64_t width = std::clamp(sizes.head_dim_k, kNarrowest, kWidest);
+  check::scratch_extent(sizes.batch, sizes.tokens, num_sequences, sizes.num_value_heads, width * width, name);
 }
 
 // A gate of [B, T, HV] or [B, T, HV, K], with at least one head and channel; sets the sizes.
