@@ -52,6 +52,71 @@ void cumsum_backward(StableIValue* stack, uint64_t, uint64_t) {
   });
 }
 
+// ---- The matrix of the keys ---------------------------------------------------------------------------------------
+
+void kkt_forward(StableIValue* stack, uint64_t, uint64_t) {
+  guarded([stack] {
+    Arguments arguments(stack);
+    const TensorArguments<ScaledDotKktInputs> in(arguments);
+    const auto chunk_size = arguments.take<int64_t>();
+    ScaledDotKktForward args;
+    in.view_as(args.in);
+    const TensorView& k = args.in.k;
+    const TensorView& heads = args.in.beta.present() ? args.in.beta : args.in.gamma.present() ? args.in.gamma : k;
+    Tensor a = dense(k, state_dtype(k), {extent(k, 0), extent(k, 1), extent(heads, 2), chunk_size}, args.a);
+    scaled_dot_kkt_forward(ContextOf(k), args);
+    give(stack, a);
+  });
+}
+
+void kkt_backward(StableIValue* stack, uint64_t, uint64_t) {
+  guarded([stack] {
+    Arguments arguments(stack);
+    const TensorArguments<ScaledDotKktBackward> own(arguments);
+    const TensorArguments<ScaledDotKktInputs> in(arguments);
+    const int64_t asked_for = arguments.take<int64_t>();
+    ScaledDotKktBackward args;
+    in.view_as(args.in);
+    own.view_as(args);
+    GradientResults<ScaledDotKktBackward> gradients(args, args.in.k, asked_for);
+    scaled_dot_kkt_backward(ContextOf(args.in.k), args);
+    gradients.give(stack);
+  });
+}
+
+// ---- The WY factors -----------------------------------------------------------------------------------------------
+
+void wy_forward(StableIValue* stack, uint64_t, uint64_t) {
+  guarded([stack] {
+    Arguments arguments(stack);
+    const TensorArguments<WyInputs> in(arguments);
+    WyForward args;
+    in.view_as(args.in);
+    const TensorView &k = args.in.k, &v = args.in.v;
+    Tensor w = dense(k, k.dtype, {extent(k, 0), extent(k, 1), extent(v, 2), extent(k, 3)}, args.w);
+    Tensor u = dense_like(v, k.dtype, args.u);
+    wy_forward(ContextOf(k), args);
+    give(stack, w, u);
+  });
+}
+
+void wy_backward(StableIValue* stack, uint64_t, uint64_t) {
+  guarded([stack] {
+    Arguments arguments(stack);
+    const TensorArguments<WyBackward> own(arguments);
+    const TensorArguments<WyInputs> in(arguments);
+    const int64_t asked_for = arguments.take<int64_t>();
+    WyBackward args;
+    in.view_as(args.in);
+    own.view_as(args);
+    GradientResults<WyBackward> gradients(args, args.in.k, asked_for);
+    Tensor da = dense_like(args.in.j, state_dtype(args.in.k), args.da);
+    wy_backward(ContextOf(args.in.k), args);
+    gradients.give(stack);
+    give(stack + GradientResults<WyBackward>::kCount, da);
+  });
+}
+
 // ---- The triangular inverse ---------------------------------------------------------------------------------------
 
 void solve_tril_forward(StableIValue* stack, uint64_t, uint64_t) {
@@ -164,6 +229,8 @@ void gate_backward(StableIValue* stack, uint64_t, uint64_t) {
 std::span<const Operator> blocks_operators() {
   const std::string cumsum = argument_schema<ChunkLocalCumsum>() + "int chunk_size, bool reverse";
   const std::string cumsum_schema = "(" + cumsum + ", ScalarType dtype) -> Tensor y";
+  std::string wy = argument_schema<WyInputs>();
+  wy.resize(wy.size() - 2);
   const std::string solve_tril_schema = "(" + argument_schema<SolveTrilForward>() + "ScalarType dtype) -> Tensor j";
   const std::string l2norm_schema =
       "(" + argument_schema<L2NormForward>() + "float eps, ScalarType dtype) -> " + result_schema<L2NormForward>();
@@ -173,6 +240,15 @@ std::span<const Operator> blocks_operators() {
       {"chunk_local_cumsum_forward" + cumsum_schema, &cumsum_forward},
       {"chunk_local_cumsum_differentiable" + cumsum_schema, &cumsum_forward},
       {"chunk_local_cumsum_backward(" + cumsum + ", int gradients) -> Tensor dx", &cumsum_backward},
+      {"scaled_dot_kkt_forward(" + argument_schema<ScaledDotKktInputs>() + "int chunk_size) -> " +
+           result_schema<ScaledDotKktForward>(),
+       &kkt_forward},
+      {"scaled_dot_kkt_backward(" + argument_schema<ScaledDotKktBackward>() + argument_schema<ScaledDotKktInputs>() +
+           "int gradients) -> " + result_schema<ScaledDotKktBackward>(),
+       &kkt_backward},
+      {"wy_forward(" + wy + ") -> " + result_schema<WyForward>(), &wy_forward},
+      {"wy_backward(" + argument_schema<WyBackward>() + wy + ", int gradients) -> " + result_schema<WyBackward>(),
+       &wy_backward},
       {"solve_tril_forward" + solve_tril_schema, &solve_tril_forward},
       {"solve_tril_differentiable" + solve_tril_schema, &solve_tril_forward},
       {"solve_tril_backward(" + argument_schema<SolveTrilBackward>() + "int gradients) -> Tensor da",

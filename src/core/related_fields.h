@@ -16,8 +16,8 @@ inline constexpr auto kTensors<GlaInputs, S> = std::to_array<TensorField<S>>({
     {"k", Use::kReads, &S::k},
     {"v", Use::kReads, &S::v},
     {"g", Use::kMayRead, &S::g},
-    {"g_gamma", Use::kMayRead, &S::g_gamma},
     {"initial_state", Use::kMayRead, &S::initial_state},
+    {"g_gamma", Use::kMayRead, &S::g_gamma},  // has no gradient: stands behind those that have
     {"cu_seqlens", Use::kMayRead, &S::cu_seqlens},
 });
 

@@ -232,7 +232,7 @@ def test_what_ours_do_not_take_goes_to_the_original():
     module = sys.modules[type(model).__module__]
     x, weight = torch.randn(1, 8, 5), torch.randn(8, 20)
     expected = module.causal_conv1d_fn(x, weight, activation="gelu"), module.causal_conv1d_fn(x, weight)
-    q, v = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 300)
+    q, v = torch.randn(1, 5, 2, 300), torch.randn(1, 5, 2, 8)
     g = beta = torch.rand(1, 5, 2)
     wide, _ = module.torch_chunk_gated_delta_rule(q, q, v, -g, beta)
     fastweight.accelerate()

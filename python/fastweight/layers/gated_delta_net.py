@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import ops
+from ..modules import FusedRMSNormGated, RMSNorm
 from .mixer import (
     TokenMixer,
     gate_parameter,
@@ -16,9 +19,6 @@ from .mixer import (
     value_width,
     warn_without_convolution,
 )
-from .norm import RMSNorm, RMSNormGated
-
-_MAX_HEAD_DIM = 256  # of the operators
 
 
 class GatedDeltaNet(TokenMixer):
@@ -38,6 +38,7 @@ class GatedDeltaNet(TokenMixer):
         allow_neg_eigval: step sizes up to 2.
         layer_idx: the index of this layer in a cache.
         norm_eps: of the output norm.
+        kwargs: accepted and ignored, as in fla.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class GatedDeltaNet(TokenMixer):
         conv_bias: bool = False,
         layer_idx: int | None = None,
         norm_eps: float = 1e-5,
+        **kwargs: Any,
     ) -> None:
         super().__init__(hidden_size, layer_idx, mode)
         self.num_heads = num_heads
@@ -63,8 +65,6 @@ class GatedDeltaNet(TokenMixer):
         self.head_v_dim = value_width(head_dim, expand_v)
         self.key_dim = num_heads * head_dim
         self.value_dim = self.num_v_heads * self.head_v_dim
-        # Columns of a state do not depend on each other: a head that is too wide for the operators runs as several.
-        self.parts = next(n for n in range(1, self.head_v_dim + 1) if self._divides(n))
         self.use_gate = use_gate
         self.use_short_conv = use_short_conv
         self.allow_neg_eigval = allow_neg_eigval
@@ -85,25 +85,19 @@ class GatedDeltaNet(TokenMixer):
             warn_without_convolution()
         if use_gate:
             self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-            self.o_norm = RMSNormGated(self.head_v_dim, norm_eps)
+            self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=norm_eps)
         else:
-            self.o_norm = RMSNorm(self.head_v_dim, norm_eps, dtype=torch.float32)
+            self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=torch.float32)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
-
-    def _divides(self, parts: int) -> bool:
-        return self.head_v_dim % parts == 0 and self.head_v_dim // parts <= _MAX_HEAD_DIM
-
-    def _per_part(self, x: Tensor) -> Tensor:
-        return x if self.parts == 1 else x.repeat_interleave(self.parts, -1)
 
     def _mix(self, x, entry, keep_state, cu_seqlens, recurrent):
         (q, k, v), conv_state = self._project(x, entry, keep_state, cu_seqlens, (True, True, True))
-        q, k, v = heads(q, self.head_k_dim), heads(k, self.head_k_dim), heads(v, self.head_v_dim // self.parts)
+        q, k, v = heads(q, self.head_k_dim), heads(k, self.head_k_dim), heads(v, self.head_v_dim)
         options = {
-            "g": self._per_part(self.a_proj(x)),
-            "beta": self._per_part(self.b_proj(x)),
-            "A_log": self._per_part(self.A_log),
-            "dt_bias": self._per_part(self.dt_bias),
+            "g": self.a_proj(x),
+            "beta": self.b_proj(x),
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
             "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,
@@ -111,16 +105,11 @@ class GatedDeltaNet(TokenMixer):
             "state_v_first": True,
             "cu_seqlens": cu_seqlens,
         }
-        # [N, HV, V, K]: a part is a range of rows.
         state = None if entry is None else entry["recurrent_state"]
-        parts = None if entry is None else state.view(-1, v.shape[2], v.shape[3], self.head_k_dim)
         if recurrent and in_place(entry):
-            o = ops.delta_rule_step(q, k, v, parts, **options)
+            o = ops.delta_rule_step(q, k, v, state, **options)
         else:
             rule = ops.fused_recurrent_gated_delta_rule if recurrent else ops.chunk_gated_delta_rule
-            o, state = rule(q, k, v, initial_state=parts, output_final_state=keep_state, **options)
-            if keep_state:
-                state = state.view(-1, self.num_v_heads, self.head_v_dim, self.head_k_dim)
-        o = o.reshape(*o.shape[:2], self.num_v_heads, self.head_v_dim)
+            o, state = rule(q, k, v, initial_state=state, output_final_state=keep_state, **options)
         o = self.o_norm(o, heads(self.g_proj(x), self.head_v_dim)) if self.use_gate else self.o_norm(o)
         return self.o_proj(o.flatten(-2)), {"recurrent_state": state, "conv_state": conv_state}

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .. import _delta_rule
-from . import _checks
+from ... import _checks, _delta_rule
 
 
 def chunk_kda(
@@ -49,8 +47,7 @@ def chunk_kda(
 
     Args:
         q, k: `[B, T, H, K]`, fp32, bf16, fp16 or, on the CPU, fp64 (slow); one type for q, k and v. K is at most 256.
-        v: `[B, T, HV, V]`, HV a multiple of H: value head h reads query and key head `h // (HV // H)`. V is at most
-            256.
+        v: `[B, T, HV, V]`, HV a multiple of H: value head h reads query and key head `h // (HV // H)`.
         g: `[B, T, HV, K]`, the logarithm of the decay; any floating type. With `use_gate_in_kernel` a raw value x: the
             decay's logarithm is then `-exp(A_log) * softplus(x + dt_bias)`, or with a lower bound
             `lower_bound * sigmoid(exp(A_log) * (x + dt_bias))`.
@@ -112,10 +109,7 @@ def chunk_kda(
     _checks.require(g.shape == (B, T, HV, K), f"g: expected shape {[B, T, HV, K]}, got {list(g.shape)}")
     _checks.require(beta.shape == (B, T, HV), f"beta: expected shape {[B, T, HV]}, got {list(beta.shape)}")
     if return_intermediate_states:
-        _checks.require(
-            not torch.is_grad_enabled(),
-            "return_intermediate_states: expected torch.no_grad() or torch.inference_mode() around the call",
-        )
+        _checks.no_gradients()
         _checks.require(not disable_recompute, "disable_recompute: expected False with return_intermediate_states")
     q, k, v = _checks.one_dtype(q, k, v, ValueError)
     gate = _delta_rule.PER_CHANNEL | (_delta_rule.SAFE_GATE if safe_gate else 0)
@@ -128,43 +122,3 @@ def chunk_kda(
         host_offsets = _checks.host_offsets(cu_seqlens, cu_seqlens_cpu)
         return _delta_rule.forward_with_states(inputs, bits, scale, lower_bound, host_offsets)
     return _delta_rule.forward(inputs, bits, scale, lower_bound, disable_recompute)
-
-
-def fused_recurrent_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    lower_bound: float | None = None,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
-    transpose_state_layout: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """KDA for short sequences and decoding, with gradients. The arguments are those of `chunk_kda`; the initial state
-    may have any floating type, and beta may be `[B, T, HV, V]`."""
-    if transpose_state_layout is not None:
-        state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
-    if cu_seqlens is not None:
-        _checks.sequences(q, initial_state, cu_seqlens)
-    if allow_neg_eigval:
-        _checks.beta_from_logits(allow_neg_eigval, use_beta_sigmoid_in_kernel)
-    if not use_gate_in_kernel:
-        A_log = dt_bias = lower_bound = None
-    q, k, v = _checks.one_dtype(q, k, v, ValueError)
-    bits = _delta_rule.bits(
-        _delta_rule.PER_CHANNEL | _delta_rule.TOKEN_BY_TOKEN, 64, state_v_first, use_qk_l2norm_in_kernel,
-        output_final_state, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel,
-    )  # fmt: skip
-    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    return _delta_rule.forward(inputs, bits, scale, lower_bound)

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import _delta_rule
-from . import _checks
+from ... import _checks, _delta_rule
 
 
 def chunk_gated_delta_rule(
@@ -35,19 +34,19 @@ def chunk_gated_delta_rule(
     chunk_indices: Tensor | None = None,
     cp_context: Any = None,
     *,
+    return_intermediate_states: bool = False,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     transpose_state_layout: bool | None = None,
     head_first: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """The gated delta rule over whole sequences.
 
     Args:
         q, k: `[B, T, H, K]`, fp32, bf16, fp16 or, on the CPU, fp64 (slow); one type for q, k and v. K is at most 256.
-        v: `[B, T, HV, V]`, HV a multiple of H: value head h reads query and key head `h // (HV // H)`. V is at most
-            256.
+        v: `[B, T, HV, V]`, HV a multiple of H: value head h reads query and key head `h // (HV // H)`.
         g: `[B, T, HV]`, the logarithm of the decay; any floating type. With `use_gate_in_kernel` a raw value x:
             the decay's logarithm is then `-exp(A_log) * softplus(x + dt_bias)`.
         beta: `[B, T, HV]`, the step size; any floating type. With `use_beta_sigmoid_in_kernel` its logit.
@@ -59,8 +58,11 @@ def chunk_gated_delta_rule(
         allow_neg_eigval: with `use_beta_sigmoid_in_kernel`, `beta = 2 * sigmoid(beta)`.
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
-        cu_seqlens_cpu, chunk_indices: accepted and not needed.
+        cu_seqlens_cpu: a copy of cu_seqlens on the CPU; on CUDA it tells how many intermediate states there are.
+        chunk_indices: accepted and not needed.
         cp_context: context parallelism, not supported.
+        return_intermediate_states: also return the states before every chunk, see `chunk_kda`; only without gradient
+            recording.
         use_gate_in_kernel: see g.
         A_log, dt_bias: `[HV]`, with `use_gate_in_kernel`; dt_bias may be None.
         chunk_size: 16, 32 or 64: where a sequence may be cut without changing a bit. On CUDA 16-bit problems are
@@ -69,7 +71,8 @@ def chunk_gated_delta_rule(
         head_first: no longer exists.
 
     Returns:
-        `(o, final_state)`: o `[B, T, HV, V]` in the type of q; the final state `[N, HV, K, V]` in fp32, or None.
+        `(o, final_state)`, or `(o, final_state, h)` with intermediate states: o `[B, T, HV, V]` in the type of q; the
+        final state `[N, HV, K, V]` in fp32, or None; h `[B, NT, HV, K, V]` in the type of k.
     """
     state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
     if q.shape[2] != k.shape[2]:
@@ -93,69 +96,11 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-    return _delta_rule.forward(inputs, bits, scale)
-
-
-def fused_recurrent_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
-    transpose_state_layout: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule for short sequences and decoding, with gradients. The arguments are those of
-    `chunk_gated_delta_rule`, except:
-
-    Args:
-        g: may be None: no decay, or that of gk alone.
-        gk: `[B, T, HV, K]`, the logarithm of a decay per key channel, on top of g; not with `use_gate_in_kernel`.
-        gv: a decay per value channel, not supported.
-        beta: may be None: 1. May be `[B, T, HV, V]`: one step size per value channel.
-    """
-    if transpose_state_layout is not None:
-        state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
-    if cu_seqlens is not None:
-        _checks.sequences(q, initial_state, cu_seqlens)
-    if use_gate_in_kernel:
-        if A_log is None:
-            raise ValueError("A_log: expected a tensor with use_gate_in_kernel, got None")
-        if g is None:
-            raise ValueError("g: expected a tensor with use_gate_in_kernel, got None")
-    else:
-        A_log = dt_bias = None
-    if allow_neg_eigval:
-        _checks.beta_from_logits(allow_neg_eigval, use_beta_sigmoid_in_kernel)
-    if gv is not None:
-        raise NotImplementedError("gv: a decay per value channel is not supported")
-    gate = _delta_rule.NONE if g is None else _delta_rule.PER_HEAD
-    if gk is not None:
-        if use_gate_in_kernel:
-            raise NotImplementedError("gk: not supported together with use_gate_in_kernel")
-        gate = _delta_rule.PER_CHANNEL
-        g = gk if g is None else g.unsqueeze(-1) + gk
-    q, k, v = _checks.one_dtype(q, k, v, ValueError)
-    bits = _delta_rule.bits(
-        gate | _delta_rule.TOKEN_BY_TOKEN, 64, state_v_first, use_qk_l2norm_in_kernel, output_final_state,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel,
-    )  # fmt: skip
-    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    if return_intermediate_states:
+        _checks.no_gradients()
+        host_offsets = _checks.host_offsets(cu_seqlens, cu_seqlens_cpu)
+        return _delta_rule.forward_with_states(inputs, bits, scale, None, host_offsets)
     return _delta_rule.forward(inputs, bits, scale)
 
 
 chunk_gdn = chunk_gated_delta_rule
-fused_recurrent_gdn = fused_recurrent_gated_delta_rule

@@ -3,6 +3,7 @@ everything else are checked by the library."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import torch
@@ -76,3 +77,33 @@ def one_dtype(q: Tensor, k: Tensor, v: Tensor, error: type[Exception]) -> tuple[
         raise error(f"q, k, v: expected one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     dtype = torch.get_autocast_dtype(device)
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def any_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors in one type: under autocast its own, else the widest of theirs."""
+    dtypes = {x.dtype for x in tensors if x is not None}
+    if len(dtypes) == 1:
+        return tensors
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = functools.reduce(torch.promote_types, dtypes)
+    return tuple(None if x is None else x.to(dtype) for x in tensors)
+
+
+def power_of_two(chunk_size: int | None) -> None:
+    if chunk_size is not None and (chunk_size < 1 or chunk_size & (chunk_size - 1)):
+        raise ValueError(f"chunk_size: expected a power of two, got {chunk_size}")
+
+
+def no_value_gate(gv: Tensor | None) -> None:
+    if gv is not None:
+        raise NotImplementedError("gv: a decay per value channel is not supported")
+
+
+def no_gradients() -> None:
+    require(
+        not torch.is_grad_enabled(),
+        "return_intermediate_states: expected torch.no_grad() or torch.inference_mode() around the call",
+    )
