@@ -5,7 +5,7 @@ from ..modules import FusedRMSNormGated as RMSNormGated
 from ..modules import RMSNorm, ShortConvolution
 from .cache import Cache
 from .delta_net import DeltaNet
-from .gated_delta_net import GatedDeltaNet
+from .gated_deltanet import GatedDeltaNet
 from .kda import KimiDeltaAttention
 from .ttt_linear import TTTLinear
 

@@ -33,7 +33,7 @@ def prepare_split_cu_seqlens(
     split_size: int | None = None,
     cu_seqlens: Tensor | None = None,
     dtype: torch.dtype | None = torch.int32,
-    device: torch.device | str | None = "cpu",
+    device: torch.device | None = torch.device("cpu"),  # noqa: B008
 ) -> Tensor:
     """The offsets of pieces of at most `split_size` tokens: of the sequences with offsets `cu_seqlens`, or of
     `batch_size` sequences of `seq_len` tokens."""
