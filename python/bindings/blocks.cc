@@ -4,6 +4,7 @@
 
 #include "convert.h"
 #include "core/blocks_fields.h"
+#include "observe.h"
 
 namespace fastweight::bindings {
 namespace {
@@ -34,7 +35,7 @@ void cumsum_forward(StableIValue* stack, uint64_t, uint64_t) {
     const auto dtype = arguments.take<int32_t>();
     ChunkLocalCumsum args = in.resolved();
     Tensor y = dense_like(args.x, dtype_of("y", dtype), args.y);
-    chunk_local_cumsum(ContextOf(args.x), args);
+    call("chunk_local_cumsum", fastweight::chunk_local_cumsum, ContextOf(args.x), args);
     give(stack, y);
   });
 }
@@ -47,7 +48,7 @@ void cumsum_backward(StableIValue* stack, uint64_t, uint64_t) {
     ChunkLocalCumsum args = in.resolved();
     args.reverse = !args.reverse;
     Tensor dx = dense_like(args.x, args.y);
-    chunk_local_cumsum(ContextOf(args.x), args);
+    call("chunk_local_cumsum", fastweight::chunk_local_cumsum, ContextOf(args.x), args);
     give(stack, dx);
   });
 }
@@ -64,7 +65,7 @@ void kkt_forward(StableIValue* stack, uint64_t, uint64_t) {
     const TensorView& k = args.in.k;
     const TensorView& heads = args.in.beta.present() ? args.in.beta : args.in.gamma.present() ? args.in.gamma : k;
     Tensor a = dense(k, state_dtype(k), {extent(k, 0), extent(k, 1), extent(heads, 2), chunk_size}, args.a);
-    scaled_dot_kkt_forward(ContextOf(k), args);
+    call("scaled_dot_kkt_forward", fastweight::scaled_dot_kkt_forward, ContextOf(k), args);
     give(stack, a);
   });
 }
@@ -79,7 +80,7 @@ void kkt_backward(StableIValue* stack, uint64_t, uint64_t) {
     in.view_as(args.in);
     own.view_as(args);
     GradientResults<ScaledDotKktBackward> gradients(args, args.in.k, asked_for);
-    scaled_dot_kkt_backward(ContextOf(args.in.k), args);
+    call("scaled_dot_kkt_backward", fastweight::scaled_dot_kkt_backward, ContextOf(args.in.k), args);
     gradients.give(stack);
   });
 }
@@ -95,7 +96,7 @@ void wy_forward(StableIValue* stack, uint64_t, uint64_t) {
     const TensorView &k = args.in.k, &v = args.in.v;
     Tensor w = dense(k, k.dtype, {extent(k, 0), extent(k, 1), extent(v, 2), extent(k, 3)}, args.w);
     Tensor u = dense_like(v, k.dtype, args.u);
-    wy_forward(ContextOf(k), args);
+    call("wy_forward", fastweight::wy_forward, ContextOf(k), args);
     give(stack, w, u);
   });
 }
@@ -111,7 +112,7 @@ void wy_backward(StableIValue* stack, uint64_t, uint64_t) {
     own.view_as(args);
     GradientResults<WyBackward> gradients(args, args.in.k, asked_for);
     Tensor da = dense_like(args.in.j, state_dtype(args.in.k), args.da);
-    wy_backward(ContextOf(args.in.k), args);
+    call("wy_backward", fastweight::wy_backward, ContextOf(args.in.k), args);
     gradients.give(stack);
     give(stack + GradientResults<WyBackward>::kCount, da);
   });
@@ -127,7 +128,7 @@ void solve_tril_forward(StableIValue* stack, uint64_t, uint64_t) {
     SolveTrilForward args;
     in.view_as(args);
     Tensor j = dense_like(args.a, dtype_of("J", dtype), args.j);
-    solve_tril_forward(ContextOf(args.a), args);
+    call("solve_tril_forward", fastweight::solve_tril_forward, ContextOf(args.a), args);
     give(stack, j);
   });
 }
@@ -139,7 +140,7 @@ void solve_tril_backward(StableIValue* stack, uint64_t, uint64_t) {
     SolveTrilBackward args;
     in.view_as(args);
     Tensor da = dense_like(args.j, state_dtype(args.j), args.da);
-    solve_tril_backward(ContextOf(args.j), args);
+    call("solve_tril_backward", fastweight::solve_tril_backward, ContextOf(args.j), args);
     give(stack, da);
   });
 }
@@ -158,7 +159,7 @@ void l2norm_forward(StableIValue* stack, uint64_t, uint64_t) {
     if (rows.rank > 0) --rows.rank;
     Tensor y = dense_like(args.x, dtype_of("y", dtype), args.y);
     Tensor rstd = dense_like(rows, state_dtype(args.x), args.rstd);
-    l2norm_forward(ContextOf(args.x), args);
+    call("l2norm_forward", fastweight::l2norm_forward, ContextOf(args.x), args);
     give(stack, y, rstd);
   });
 }
@@ -170,7 +171,7 @@ void l2norm_backward(StableIValue* stack, uint64_t, uint64_t) {
     L2NormBackward args;
     in.view_as(args);
     Tensor dx = dense_like(args.y, args.dx);
-    l2norm_backward(ContextOf(args.y), args);
+    call("l2norm_backward", fastweight::l2norm_backward, ContextOf(args.y), args);
     give(stack, dx);
   });
 }
@@ -202,7 +203,7 @@ void gate_forward(StableIValue* stack, uint64_t, uint64_t) {
     in.view_as(args.in);
     args.options = options.resolved();
     Tensor g = dense_like(args.in.x, dtype_of("output", dtype), args.g);
-    gate_activation_forward(ContextOf(args.in.x), args);
+    call("gate_activation_forward", fastweight::gate_activation_forward, ContextOf(args.in.x), args);
     give(stack, g);
   });
 }
@@ -219,7 +220,7 @@ void gate_backward(StableIValue* stack, uint64_t, uint64_t) {
     own.view_as(args);
     args.options = options.resolved();
     GradientResults<GateActivationBackward> gradients(args, args.in.x, asked_for);
-    gate_activation_backward(ContextOf(args.in.x), args);
+    call("gate_activation_backward", fastweight::gate_activation_backward, ContextOf(args.in.x), args);
     gradients.give(stack);
   });
 }

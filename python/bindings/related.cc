@@ -6,6 +6,7 @@
 #include "convert.h"
 #include "core/related_fields.h"
 #include "fastweight/delta_rule.h"
+#include "observe.h"
 
 namespace fastweight::bindings {
 namespace {
@@ -17,7 +18,8 @@ struct Gla {
   using Forward = GlaForward;
   using Backward = GlaBackward;
   using Step = GlaStep;
-  static constexpr const char* kName = "gla";
+  static constexpr const char *kName = "gla", *kForwardName = "gla_forward", *kBackwardName = "gla_backward",
+                              *kStepName = "gla_step";
   static constexpr auto kForward = gla_forward;
   static constexpr auto kBackward = gla_backward;
   static constexpr auto kStep = gla_step;
@@ -29,7 +31,8 @@ struct Comba {
   using Forward = CombaForward;
   using Backward = CombaBackward;
   using Step = CombaStep;
-  static constexpr const char* kName = "comba";
+  static constexpr const char *kName = "comba", *kForwardName = "comba_forward", *kBackwardName = "comba_backward",
+                              *kStepName = "comba_step";
   static constexpr auto kForward = comba_forward;
   static constexpr auto kBackward = comba_backward;
   static constexpr auto kStep = comba_step;
@@ -41,7 +44,8 @@ struct Dplr {
   using Forward = DplrForward;
   using Backward = DplrBackward;
   using Step = DplrStep;
-  static constexpr const char* kName = "dplr";
+  static constexpr const char *kName = "dplr", *kForwardName = "dplr_forward", *kBackwardName = "dplr_backward",
+                              *kStepName = "dplr_step";
   static constexpr auto kForward = dplr_forward;
   static constexpr auto kBackward = dplr_backward;
   static constexpr auto kStep = dplr_step;
@@ -115,7 +119,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
       chunk_states = dense(q, dtype_of("chunk_states", *chunk_states_dtype),
                            {extent(q, 0), count, heads, rows, columns}, args.chunk_states);
     }
-    Family::kForward(ContextOf(q), args);
+    call(Family::kForwardName, Family::kForward, ContextOf(q), args);
     give(stack, o, final_state, chunk_states);
   });
 }
@@ -132,7 +136,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
     in.view_as(args.in);
     own.view_as(args);
     GradientResults<typename Family::Backward> gradients(args, args.in.q, asked_for);
-    Family::kBackward(ContextOf(args.in.q), args);
+    call(Family::kBackwardName, Family::kBackward, ContextOf(args.in.q), args);
     gradients.give(stack);
   });
 }
@@ -148,7 +152,7 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
     in.view_as(args.in);
     own.view_as(args);
     Tensor o = make_output(args);
-    Family::kStep(ContextOf(args.in.q), args);
+    call(Family::kStepName, Family::kStep, ContextOf(args.in.q), args);
     give(stack, o);
   });
 }

@@ -90,7 +90,7 @@ def test_kda_gate(flat, with_a, lower_bound):
     if not with_a:
         A_log = None
         if lower_bound is None:
-            with pytest.raises(ValueError, match="a_log: expected a tensor without lower_bound"):
+            with pytest.raises(ValueError, match="A_log: expected a tensor without lower_bound"):
                 ops.fused_kda_gate(g, A_log, dt_bias)
             return
     a = A_log.exp()[:, None] if with_a else 1.0

@@ -129,8 +129,8 @@ def test_operator_registration():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"weight": torch.ones(7, 4)}, ValueError, r"w: expected shape \[8, 4\], got \[7, 4\]"),
-        ({"weight": torch.ones(8, 17)}, ValueError, "w: width W"),
+        ({"weight": torch.ones(7, 4)}, ValueError, r"weight: expected shape \[8, 4\], got \[7, 4\]"),
+        ({"weight": torch.ones(8, 17)}, ValueError, "weight: width W"),
         ({"bias": torch.ones(7)}, ValueError, r"bias: expected shape \[8\]"),
         ({"activation": "relu"}, AssertionError, "activation: expected silu, swish or None, got 'relu'"),
         ({"cu_seqlens": torch.tensor([0, 3, 5])}, ValueError, "cu_seqlens: expected a batch of 1"),

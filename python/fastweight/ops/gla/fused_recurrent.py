@@ -34,7 +34,7 @@ def fused_recurrent_gla(
     """
     state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
     _checks.no_value_gate(gv)
-    if gk is not None and gk.dim() != 4:
+    if gk is not None and gk.shape != q.shape:
         raise ValueError(f"gk: expected shape {list(q.shape)}, got {list(gk.shape)}")
     return forward(q, k, v, gk, None, scale, initial_state, output_final_state, state_v_first, cu_seqlens, reverse)
 
