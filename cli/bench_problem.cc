@@ -585,6 +585,8 @@ class BlockBench : public BenchProblem {
         return value_rows * C * (forward ? 2 * (K + V) : 4 * (K + V) + 2 * C);
       case Block::kL2Norm:
         return static_cast<double>(data_.x.size()) * (forward ? 3 : 5);
+      case Block::kRmsNorm:
+        return static_cast<double>(data_.x.size()) * (forward ? 8 : 16);
       case Block::kGateActivation:
         break;
     }

@@ -462,6 +462,27 @@ typedef struct fw_gate_activation_backward_args {
   fw_tensor dx, da_log, ddt_bias; /* each optional */
 } fw_gate_activation_backward_args;
 
+enum { FW_NORM_GATE_SILU = 0, FW_NORM_GATE_SIGMOID = 1 };
+
+typedef struct fw_rms_norm_forward_args {
+  size_t struct_size;
+  fw_tensor x;      /* [.., D] */
+  fw_tensor gate;   /* like x; optional */
+  fw_tensor weight; /* [D]; optional */
+  double eps;       /* at least 2^-126 */
+  int32_t activation;
+  fw_tensor y; /* like x; may be x */
+} fw_rms_norm_forward_args;
+
+typedef struct fw_rms_norm_backward_args {
+  size_t struct_size;
+  fw_tensor x, gate, weight;
+  double eps;
+  int32_t activation;
+  fw_tensor dy;                 /* like x */
+  fw_tensor dx, dgate, dweight; /* each optional */
+} fw_rms_norm_backward_args;
+
 FW_API const char* fw_version(void);
 
 /* What the last failed call of this thread had to say; never null. Valid until the thread's next failed call. */
@@ -513,6 +534,8 @@ FW_API void fw_l2norm_forward_args_init(fw_l2norm_forward_args* args);
 FW_API void fw_l2norm_backward_args_init(fw_l2norm_backward_args* args);
 FW_API void fw_gate_activation_forward_args_init(fw_gate_activation_forward_args* args);
 FW_API void fw_gate_activation_backward_args_init(fw_gate_activation_backward_args* args);
+FW_API void fw_rms_norm_forward_args_init(fw_rms_norm_forward_args* args);
+FW_API void fw_rms_norm_backward_args_init(fw_rms_norm_backward_args* args);
 
 /* `implementation` may be null; otherwise it receives the name of what ran, which lives as long as the program. */
 FW_API fw_status fw_delta_rule_forward(const fw_context* context, const fw_delta_rule_forward_args* args,
@@ -570,6 +593,10 @@ FW_API fw_status fw_gate_activation_forward(const fw_context* context, const fw_
                                             const char** implementation);
 FW_API fw_status fw_gate_activation_backward(const fw_context* context, const fw_gate_activation_backward_args* args,
                                              const char** implementation);
+FW_API fw_status fw_rms_norm_forward(const fw_context* context, const fw_rms_norm_forward_args* args,
+                                     const char** implementation);
+FW_API fw_status fw_rms_norm_backward(const fw_context* context, const fw_rms_norm_backward_args* args,
+                                      const char** implementation);
 
 /* NT, the chunks along axis 1 of chunk_states. `cu_seqlens` may be null: one length for all. */
 FW_API fw_status fw_delta_rule_num_chunks(int64_t tokens, const fw_tensor* cu_seqlens, int32_t chunk_size,

@@ -225,6 +225,61 @@ void gate_backward(StableIValue* stack, uint64_t, uint64_t) {
   });
 }
 
+// ---- The RMS norm -------------------------------------------------------------------------------------------------
+
+struct NormOptions {
+  explicit NormOptions(Arguments& arguments) : eps(arguments.take<double>()), activation(arguments.take<int64_t>()) {}
+
+  RmsNormOptions resolved() const { return {eps, static_cast<NormGate>(activation)}; }
+
+  double eps;
+  int64_t activation;
+};
+
+void rms_norm_forward(StableIValue* stack, uint64_t, uint64_t) {
+  guarded([stack] {
+    Arguments arguments(stack);
+    const TensorArguments<RmsNormInputs> in(arguments);
+    const NormOptions options(arguments);
+    RmsNormForward args;
+    in.view_as(args.in);
+    args.options = options.resolved();
+    Tensor y = dense_like(args.in.x, args.y);
+    call("rms_norm_forward", fastweight::rms_norm_forward, ContextOf(args.in.x), args);
+    give(stack, y);
+  });
+}
+
+void rms_norm_in_place(StableIValue* stack, uint64_t, uint64_t) {
+  guarded([stack] {
+    Arguments arguments(stack);
+    const TensorArguments<RmsNormInputs> in(arguments);
+    const NormOptions options(arguments);
+    RmsNormForward args;
+    in.view_as(args.in);
+    args.options = options.resolved();
+    args.y = args.in.x;
+    call("rms_norm_forward", fastweight::rms_norm_forward, ContextOf(args.in.x), args);
+  });
+}
+
+void rms_norm_backward(StableIValue* stack, uint64_t, uint64_t) {
+  guarded([stack] {
+    Arguments arguments(stack);
+    const TensorArguments<RmsNormBackward> own(arguments);
+    const TensorArguments<RmsNormInputs> in(arguments);
+    const NormOptions options(arguments);
+    const int64_t asked_for = arguments.take<int64_t>();
+    RmsNormBackward args;
+    in.view_as(args.in);
+    own.view_as(args);
+    args.options = options.resolved();
+    GradientResults<RmsNormBackward> gradients(args, args.in.x, asked_for);
+    call("rms_norm_backward", fastweight::rms_norm_backward, ContextOf(args.in.x), args);
+    gradients.give(stack);
+  });
+}
+
 }  // namespace
 
 std::span<const Operator> blocks_operators() {
@@ -237,6 +292,7 @@ std::span<const Operator> blocks_operators() {
       "(" + argument_schema<L2NormForward>() + "float eps, ScalarType dtype) -> " + result_schema<L2NormForward>();
   const std::string gate = argument_schema<GateActivationInputs>() + "float? lower_bound, int chunk_size";
   const std::string gate_schema = "(" + gate + ", ScalarType dtype) -> Tensor g";
+  const std::string norm = argument_schema<RmsNormInputs>() + "float eps, int activation";
   static const Operator operators[] = {
       {"chunk_local_cumsum_forward" + cumsum_schema, &cumsum_forward},
       {"chunk_local_cumsum_differentiable" + cumsum_schema, &cumsum_forward},
@@ -262,6 +318,13 @@ std::span<const Operator> blocks_operators() {
       {"gate_activation_backward(" + argument_schema<GateActivationBackward>() + gate + ", int gradients) -> " +
            result_schema<GateActivationBackward>(),
        &gate_backward},
+      {"rms_norm_forward(" + norm + ") -> Tensor y", &rms_norm_forward},
+      {"rms_norm_differentiable(" + norm + ") -> Tensor y", &rms_norm_forward},
+      {"rms_norm_in_place(Tensor(a!) x, Tensor? gate, Tensor? weight, float eps, int activation) -> ()",
+       &rms_norm_in_place},
+      {"rms_norm_backward(" + argument_schema<RmsNormBackward>() + norm + ", int gradients) -> " +
+           result_schema<RmsNormBackward>(),
+       &rms_norm_backward},
   };
   return operators;
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._autograd import differentiable, fake_gradients, run
+from ._autograd import differentiable, fake_gradients, needs_gradient, run
 from ._library import operators
 
 # (x, cu_seqlens), (chunk_size, reverse, dtype) -> y
@@ -33,6 +33,16 @@ l2norm = differentiable(
 )
 # (x, A_log, dt_bias, cu_seqlens), (lower_bound, chunk_size, dtype) -> g
 gate_activation = differentiable("gate_activation", num_inputs=4, num_backward_options=2, num_output_gradients=1)
+# (x, gate, weight), (eps, activation) -> y
+rms_norm = differentiable("rms_norm", num_inputs=3, num_backward_options=2, num_output_gradients=1)
+NORM_GATES = {"silu": 0, "swish": 0, "sigmoid": 1}  # NormGate in fastweight/blocks.h
+
+
+def rms_norm_in_place(inputs: tuple, options: tuple) -> None:
+    """Writes y over x."""
+    if needs_gradient(inputs):
+        raise NotImplementedError("a norm in place has no gradient: call it under torch.no_grad()")
+    run(operators.rms_norm_in_place.default, *inputs, *options)
 
 
 def _fake_like_first(x, *rest):
@@ -49,6 +59,21 @@ for _suffix in ("forward", "differentiable"):
     for _name in ("chunk_local_cumsum", "solve_tril", "gate_activation"):
         torch.library.register_fake(f"fastweight::{_name}_{_suffix}", _fake_like_first)
     torch.library.register_fake(f"fastweight::l2norm_{_suffix}", _fake_l2norm)
+
+
+for _suffix in ("forward", "differentiable"):
+    torch.library.register_fake(f"fastweight::rms_norm_{_suffix}", lambda x, *rest: x.new_empty(x.shape))
+
+
+@torch.library.register_fake("fastweight::rms_norm_in_place")
+def _(x, *rest):
+    return None
+
+
+@torch.library.register_fake("fastweight::rms_norm_backward")
+def _(dy, x, gate, weight, *rest):
+    inputs = (x, gate, weight)
+    return fake_gradients(inputs, tuple(None if value is None else value.dtype for value in inputs), rest[-1])
 
 
 @torch.library.register_fake("fastweight::chunk_local_cumsum_backward")

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 import naive
 from fastweight import _delta_rule, ops
 from fastweight.modules import FusedRMSNormGated, L2Norm, RMSNorm, ShortConvolution
-from fastweight.modules.fused_norm_gate import rms_norm_gated
+from fastweight.modules.fused_norm_gate import rms_norm_gated, rms_norm_gated_
+from fastweight.modules.layernorm import rms_norm
 from fastweight.ops.comba.naive import naive_chunk_comba, naive_recurrent_comba
 from fastweight.ops.common import chunk_scaled_dot_kkt_fwd
 from fastweight.ops.delta_rule import naive as delta_rule_naive
@@ -442,6 +443,36 @@ def test_two_decays_with_the_gate_in_the_kernel():
     assert_close("o", o, wanted, 1e-6)
 
 
+@pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
+@pytest.mark.parametrize("shape", [(5,), (7, 5), (2, 3, 5), (1, 2, 1, 2, 2, 5)], ids=str)
+def test_gated_norm(shape, activation):
+    """Values, gradients and types of the fused norm, rows of any rank."""
+    function = {"silu": F.silu, "sigmoid": torch.sigmoid, None: None}[activation]
+
+    def plain(x, g, weight):
+        y = F.rms_norm(x, x.shape[-1:], weight, 1e-3)
+        return y if function is None else y * function(g)
+
+    def fused(x, g, weight):
+        if activation is None:
+            return rms_norm(x, weight, eps=1e-3)
+        return rms_norm_gated(x, g, weight, activation=activation, eps=1e-3)
+
+    x, g, weight = (torch.randn(s, dtype=F64, requires_grad=True) for s in (shape, shape, shape[-1:]))
+    inputs = (x, weight) if activation is None else (x, g, weight)
+    torch.testing.assert_close(fused(x, g, weight), plain(x, g, weight))
+    cotangent = torch.randn(shape, dtype=F64)
+    wanted = torch.autograd.grad(plain(x, g, weight), inputs, cotangent)
+    for dtype, tolerance in ((F64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        ours = [value.detach().to(dtype).requires_grad_() for value in (x, g, weight)]
+        y = fused(*ours)
+        assert y.dtype == dtype
+        asked = ours if activation is not None else (ours[0], ours[2])
+        for a, b in zip(torch.autograd.grad(y, asked, cotangent.to(dtype)), wanted, strict=True):
+            assert a.dtype == dtype
+            assert (a.double() - b).abs().max() <= tolerance * (1 + b.abs().max())
+
+
 def test_modules_of_fla():
     """Arguments by position, in fla's order."""
     convolution = ShortConvolution(8, 4, True, "silu", "triton")
@@ -474,5 +505,10 @@ def test_modules_of_fla():
     wanted = F.rms_norm(wide, (8,), None, 1e-3) * g.float().sigmoid()
     torch.testing.assert_close(gated(x, g, residual), wanted.bfloat16())
     torch.testing.assert_close(rms_norm_gated(x, g, None, None, "sigmoid", residual, eps=1e-3), wanted.bfloat16())
+    wide = x.float()
+    assert rms_norm_gated_(wide, g, norm.weight.detach(), "sigmoid", 1e-3) is wide
+    torch.testing.assert_close(wide, F.rms_norm(x.float(), (8,), norm.weight, 1e-3).detach() * g.float().sigmoid())
+    with pytest.raises(NotImplementedError, match="a norm in place has no gradient"):
+        rms_norm_gated_(wide, g, norm.weight)
     with pytest.raises(ValueError, match="activation: expected one of silu, swish, sigmoid, got 'relu'"):
         rms_norm_gated(x, g, None, activation="relu")

@@ -119,6 +119,11 @@ def opcheck_cases():
     yield "scaled_dot_kkt_backward", (matrix, matrix, gate, None, cu, 0b111)
     yield "wy_forward", (matrix, matrix, gate, gate, matrix, None)
     yield "wy_backward", (matrix, None, matrix, matrix, gate, gate, matrix, None, 0b1111)
+    norm = (matrix, matrix + 1, torch.randn(16))
+    yield "rms_norm_forward", (*norm, 1e-5, 0)
+    yield "rms_norm_differentiable", (*(x.clone().requires_grad_() for x in norm), 1e-5, 1)
+    yield "rms_norm_backward", (matrix, *norm, 1e-5, 0, 0b111)
+    yield "rms_norm_in_place", (matrix.clone(), *norm[1:], 1e-5, 0)
     yield from related_opcheck_cases()
 
 

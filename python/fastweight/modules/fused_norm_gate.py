@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import _blocks
 from .layernorm import GATES, RMSNorm, normalised
 
 
@@ -31,6 +32,21 @@ def rms_norm_gated(
     """
     _check(activation)
     return normalised(x, weight, bias, residual, eps, prenorm, residual_in_fp32, g, activation)
+
+
+def rms_norm_gated_(
+    x: Tensor, g: Tensor | None, weight: Tensor | None, activation: str = "swish", eps: float = 1e-6
+) -> Tensor:
+    """`rms_norm_gated` in place: y is written over x, which is returned. No gradients.
+
+    Args:
+        x: `[.., D]`, two to five axes.
+        g: like x; None: no gate.
+        weight: `[D]`, or None.
+    """
+    _check(activation)
+    _blocks.rms_norm_in_place((x, g, weight), (eps, GATES[activation]))
+    return x
 
 
 class FusedRMSNormGated(RMSNorm):

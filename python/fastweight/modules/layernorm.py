@@ -6,7 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-GATES = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
+from .. import _blocks
+from .._info import devices
+
+GATES = _blocks.NORM_GATES
+_FUNCTIONS = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
+_DEVICES = devices("rms_norm", "forward") | {"meta"}
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -35,20 +40,28 @@ def rms_norm(
 
 
 def normalised(x, weight, bias, residual, eps, prenorm, residual_in_fp32, gate=None, activation="silu"):
-    """The norm, gated where there is a gate."""
-    total = _wide(x) if residual is None else _wide(x) + _wide(residual)
-    y = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
-    if weight is not None:
-        y = y * weight
-    if bias is not None:
-        y = y + bias
-    if gate is not None:
-        y = y * GATES[activation](_wide(gate))
+    """The norm, gated where there is a gate: the library's, but for a bias and for what it has no kernel for."""
+    total = x if residual is None else _wide(x) + _wide(residual)
+    if bias is None and total.device.type in _DEVICES and not (x.is_cuda and x.dtype == torch.float64):
+        rows = total if 2 <= total.dim() <= 5 else total.reshape(-1, total.shape[-1])
+        gate = None if gate is None else gate.reshape(rows.shape)
+        y = _blocks.rms_norm((rows, gate, weight), (eps, GATES[activation])).view(x.shape)
+    else:
+        y = _in_pytorch(_wide(total), weight, bias, eps, gate, activation)
     y = y.to(x.dtype)
     if not prenorm:
         return y
     kept = torch.float32 if residual_in_fp32 else (x if residual is None else residual).dtype
     return y, total.to(kept)
+
+
+def _in_pytorch(x, weight, bias, eps, gate, activation):
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight
+    if bias is not None:
+        y = y + bias
+    return y if gate is None else y * _FUNCTIONS[activation](_wide(gate))
 
 
 class RMSNorm(nn.Module):
