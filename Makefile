@@ -1,6 +1,6 @@
 # Shortcuts over CMake's presets; `cmake --preset release` and friends work without this file.
 
-.PHONY: demo build test format clean
+.PHONY: demo build test format docs clean
 .NOTPARALLEL:  # prerequisites in the order in which they stand
 
 demo: setup-demo build
@@ -17,6 +17,9 @@ test: setup-test
 
 format: setup-test
 	tools/format.sh
+
+docs:
+	tools/docs.sh
 
 setup-%:
 	@tools/setup.sh $*

@@ -247,7 +247,8 @@ double DeltaRuleBench::bytes() const {
 class RelatedBench : public BenchProblem {
  public:
   explicit RelatedBench(const BenchChoice& choice) : choice_(choice) {
-    const Shape& s = choice.shape;
+    if (is_step()) choice_.shape.T = 1;
+    const Shape& s = choice_.shape;
     RelatedSpec spec;
     spec.op = *related_of(choice.op);
     spec.T = std::min(s.B * s.T, kDrawnTokens);
@@ -269,11 +270,11 @@ class RelatedBench : public BenchProblem {
       data_.spec.cu_seqlens = growing_offsets(s.T, choice.sequences);
       data_.cu_seqlens = support::offsets_tensor(data_.spec.cu_seqlens);
     }
-    if (is_forward()) data_.d_o = {};
+    if (!is_backward()) data_.d_o = {};
     results_ = support::outputs_of(choice.mode, data_);
     if (!choice.saved_states) results_.chunk_states = {};
     call_ = support::call_of(choice.mode, data_, results_);
-    if (!is_forward() && choice.saved_states) {
+    if (is_backward() && choice.saved_states) {
       saved_states_ = support::forward(data_, Context(), true).chunk_states;
       (*call_)["chunk_states"] = saved_states_.view();
     }
@@ -289,17 +290,19 @@ class RelatedBench : public BenchProblem {
     const double pairs = low_rank ? 4 : op == RelatedOp::kComba ? 2 : 1;     // matrices A, P, ..
     const double K = static_cast<double>(s.K), V = static_cast<double>(s.V);
     const double forward = 2 * products * K * V + 32 * pairs * (K + V);
-    return forward * (is_forward() ? 1 : 3) * static_cast<double>(s.B * s.T * s.H);
+    const double token = is_step() ? (2 * products + 1) * K * V : forward * (is_backward() ? 3 : 1);
+    return token * static_cast<double>(s.B * s.T * s.H);
   }
 
   double bytes() const override {
     double total = 0;
     for (const support::NamedView& named : call_->views()) total += view_bytes(*named.view);
-    return total;
+    return is_step() ? total + view_bytes((*call_)["state"]) : total;
   }
 
  private:
-  bool is_forward() const { return choice_.mode == Mode::kForward; }
+  bool is_backward() const { return choice_.mode == Mode::kBackward; }
+  bool is_step() const { return choice_.mode == Mode::kStep; }
 
   BenchChoice choice_;
   RelatedCase data_;
@@ -582,6 +585,8 @@ class BlockBench : public BenchProblem {
         return value_rows * C * (forward ? 2 * (K + V) : 4 * (K + V) + 2 * C);
       case Block::kL2Norm:
         return static_cast<double>(data_.x.size()) * (forward ? 3 : 5);
+      case Block::kRmsNorm:
+        return static_cast<double>(data_.x.size()) * (forward ? 8 : 16);
       case Block::kGateActivation:
         break;
     }

@@ -144,6 +144,10 @@ std::vector<BlockSpec> block_specs(Block block) {
     add("not_summed", 1, 100, 2, 2, 32, Gate::kPerHead, 0);
     add("lower_bound", 1, 100, 2, 2, 32, Gate::kPerChannel, 64).lower_bound = true;
   }
+  if (block == Block::kRmsNorm) {
+    add("sigmoid", 1, 100, 2, 2, 48, Gate::kPerHead, 64).sigmoid = true;
+    add("no_gate", 1, 100, 2, 2, 48, Gate::kPerHead, 64).gated = false;
+  }
   return specs;
 }
 

@@ -35,6 +35,7 @@ constexpr Word<Op> kOpWords[] = {{"delta_rule", Op::kDeltaRule},
                                  {"wy", Op::kWy},
                                  {"l2norm", Op::kL2Norm},
                                  {"gate_activation", Op::kGateActivation},
+                                 {"rms_norm", Op::kRmsNorm},
                                  {"gated_delta_rule", Op::kGdn}};
 constexpr Word<Mode> kModeWords[] = {{"fwd", Mode::kForward},
                                      {"bwd", Mode::kBackward},
@@ -126,6 +127,8 @@ std::optional<Block> block_of(Op op) {
       return Block::kL2Norm;
     case Op::kGateActivation:
       return Block::kGateActivation;
+    case Op::kRmsNorm:
+      return Block::kRmsNorm;
     default:
       return std::nullopt;
   }

@@ -31,14 +31,15 @@ enum class Op {
   kSolveTril,
   kWy,
   kL2Norm,
-  kGateActivation
+  kGateActivation,
+  kRmsNorm
 };
 using support::Mode;
 
 inline constexpr std::array kOps = {
     Op::kDeltaRule,    Op::kGdn,       Op::kKda,  Op::kLinearAttention, Op::kSimpleGla,      Op::kGla,
     Op::kComba,        Op::kIplr,      Op::kDplr, Op::kTttLinear,       Op::kShortConv,      Op::kChunkLocalCumsum,
-    Op::kScaledDotKkt, Op::kSolveTril, Op::kWy,   Op::kL2Norm,          Op::kGateActivation,
+    Op::kScaledDotKkt, Op::kSolveTril, Op::kWy,   Op::kL2Norm,          Op::kGateActivation, Op::kRmsNorm,
 };
 using support::kModes;
 inline constexpr std::array kDTypes = {DType::kF32, DType::kBF16, DType::kF16};

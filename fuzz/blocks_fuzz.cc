@@ -8,13 +8,13 @@
 namespace fastweight::fuzz {
 namespace {
 
-enum Block { kCumsum, kKkt, kSolve, kWy, kNorm, kGate };
+enum Block { kCumsum, kKkt, kSolve, kWy, kNorm, kGate, kRms };
 
 class BlockCall : public HostileCall {
  public:
   explicit BlockCall(FuzzedDataProvider& data) : HostileCall(data) {
     if (mode_ == kStep) mode_ = kForward;  // blocks have no steps
-    block_ = data_.PickValueInArray({kCumsum, kKkt, kSolve, kWy, kNorm, kGate});
+    block_ = data_.PickValueInArray({kCumsum, kKkt, kSolve, kWy, kNorm, kGate, kRms});
     H_ = data_.ConsumeIntegralInRange(1, 2);
     HV_ = H_ * data_.ConsumeIntegralInRange(1, 2);
     K_ = data_.ConsumeIntegralInRange(1, rarely() ? 256 : 20);
@@ -44,6 +44,9 @@ class BlockCall : public HostileCall {
       case kGate:
         mode_ == kForward ? draw_gate_forward() : draw_gate_backward();
         break;
+      case kRms:
+        mode_ == kForward ? draw_rms_forward() : draw_rms_backward();
+        break;
     }
     spoil_and_allocate();
   }
@@ -63,6 +66,8 @@ class BlockCall : public HostileCall {
         return forward ? made(fw_wy_forward, wy_) : made(fw_wy_backward, dwy_);
       case kNorm:
         return forward ? made(fw_l2norm_forward, norm_) : made(fw_l2norm_backward, dnorm_);
+      case kRms:
+        return forward ? made(fw_rms_norm_forward, rms_) : made(fw_rms_norm_backward, drms_);
       case kGate:
         break;
     }
@@ -77,6 +82,8 @@ class BlockCall : public HostileCall {
     spoil_any_option<L2NormForward>(norm_);
     spoil_any_option<GateActivationOptions>(gate_);
     spoil_any_option<GateActivationOptions>(dgate_);
+    spoil_any_option<RmsNormOptions>(rms_);
+    spoil_any_option<RmsNormOptions>(drms_);
   }
 
   std::vector<int64_t> matrix_shape() const { return {B_, T_, HV_, C_}; }
@@ -187,6 +194,25 @@ class BlockCall : public HostileCall {
     add_gradients<GateActivationBackward>(dgate_, dgate_, dtype_);
   }
 
+  template <class Args>
+  void draw_rms_inputs(Args& args) {
+    add(args.x, false, dtype_, {B_, T_, H_, K_});
+    if (flag()) add(args.gate, false, floating(), {B_, T_, H_, K_});
+    if (flag()) add(args.weight, false, floating(), {K_});
+    args.activation = flag() ? FW_NORM_GATE_SILU : FW_NORM_GATE_SIGMOID;
+  }
+  void draw_rms_forward() {
+    fw_rms_norm_forward_args_init(&rms_);
+    draw_rms_inputs(rms_);
+    add(rms_.y, true, or_fp32(dtype_), {B_, T_, H_, K_});
+  }
+  void draw_rms_backward() {
+    fw_rms_norm_backward_args_init(&drms_);
+    draw_rms_inputs(drms_);
+    add(drms_.dy, false, floating(), {B_, T_, H_, K_});
+    add_gradients<RmsNormBackward>(drms_, drms_, dtype_);
+  }
+
   Block block_;
   int64_t H_, HV_, K_, V_, C_;
   int32_t dtype_;
@@ -202,6 +228,8 @@ class BlockCall : public HostileCall {
   fw_l2norm_backward_args dnorm_;
   fw_gate_activation_forward_args gate_;
   fw_gate_activation_backward_args dgate_;
+  fw_rms_norm_forward_args rms_;
+  fw_rms_norm_backward_args drms_;
 };
 
 }  // namespace

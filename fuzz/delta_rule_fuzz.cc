@@ -65,11 +65,7 @@ class DeltaRuleCall : public RecurrenceCall {
     } else if (mode_ == kBackward) {
       add_backward<DeltaRuleBackward>(backward_, inputs_);
     } else {
-      const bool indexed = flag();
-      const int32_t dtype = flag() ? static_cast<int32_t>(FW_BF16) : state_dtype();
-      add(step_.state, true, dtype, state_shape(indexed ? N_ + 2 : N_));
-      if (indexed) add_integers(step_.state_indices, draw_state_indices());
-      add(step_.o, true, or_fp32(dtype_), value_shape());
+      add_step(step_);
     }
   }
 

@@ -63,6 +63,15 @@ class RecurrenceCall : public HostileCall {
     add_gradients<Backward>(backward, inputs, state_dtype());
   }
 
+  template <class Args>
+  void add_step(Args& step) {
+    const bool indexed = flag();
+    const int32_t dtype = flag() ? static_cast<int32_t>(FW_BF16) : state_dtype();
+    add(step.state, true, dtype, state_shape(indexed ? N_ + 2 : N_));
+    if (indexed) add_integers(step.state_indices, draw_state_indices());
+    add(step.o, true, or_fp32(dtype_), value_shape());
+  }
+
   int32_t state_dtype() { return dtype_ == FW_F64 ? or_fp32(FW_F64) : static_cast<int32_t>(FW_F32); }
 
   std::vector<int64_t> key_shape() const { return {B_, T_, H_, K_}; }

@@ -116,11 +116,14 @@ void set_options(const BlockSpec& spec, Args& args) {
     args.options.chunk_size = static_cast<int32_t>(spec.C);
     if (spec.lower_bound) args.options.lower_bound = -5;
   }
+  if constexpr (requires { args.options.activation; }) {
+    args.options.activation = spec.sigmoid ? NormGate::kSigmoid : NormGate::kSilu;
+  }
 }
 
 const char* name_of(Block block) {
   constexpr const char* kNames[] = {"chunk_local_cumsum", "scaled_dot_kkt", "solve_tril", "wy", "l2norm",
-                                    "gate_activation"};
+                                    "gate_activation",    "rms_norm"};
   return kNames[static_cast<size_t>(block)];
 }
 
@@ -133,6 +136,9 @@ std::string describe(const BlockSpec& spec) {
   if (!spec.beta) out << " no_beta";
   if (spec.reverse) out << " reverse";
   if (spec.lower_bound) out << " lower_bound";
+  if (spec.block == Block::kRmsNorm) {
+    out << (spec.gated ? spec.sigmoid ? " sigmoid" : " silu" : " no_gate") << (spec.weight ? "" : " no_weight");
+  }
   if (!spec.a_log) out << " no_a_log";
   if (!spec.dt_bias) out << " no_dt_bias";
   if (spec.gate_scale != 1) out << " gate_scale=" << spec.gate_scale;
@@ -151,6 +157,8 @@ std::span<const CaseTensor<BlockCase>> BlockCase::fields() {
       {"j", &Self::j},
       {"a_log", &Self::a_log, Part::kCall},
       {"dt_bias", &Self::dt_bias, Part::kCall},
+      {"gate", &Self::gate},
+      {"weight", &Self::weight, Part::kCall},
       {"cu_seqlens", &Self::cu_seqlens, Part::kCall},
       {"y", &Self::y},
       {"rstd", &Self::rstd},
@@ -182,6 +190,8 @@ std::span<const CaseTensor<BlockResults>> BlockResults::fields() {
       {"da", &Self::da},
       {"da_log", &Self::da_log, Part::kCall},
       {"ddt_bias", &Self::ddt_bias, Part::kCall},
+      {"dgate", &Self::dgate},
+      {"dweight", &Self::dweight, Part::kCall},
   };
   return kFields;
 }
@@ -218,6 +228,12 @@ BlockCase draw(const BlockSpec& spec, uint64_t seed) {
       draw_gate_tensors(spec, seed, result);
       result.dg = gradient(spec.dtype, result.x.shape());
       break;
+    case Block::kRmsNorm:
+      result.x = normals(spec.dtype, {spec.B, spec.T, spec.H, spec.K}, seed, kX);
+      if (spec.gated) result.gate = normals(spec.dtype, result.x.shape(), seed, kV);
+      if (spec.weight) result.weight = normals(wide(spec), {spec.K}, seed, kDtBias);
+      result.dy = gradient(spec.dtype, result.x.shape());
+      break;
   }
   return result;
 }
@@ -233,7 +249,9 @@ BlockResults outputs_of(Mode mode, const BlockCase& problem) {
                                         {&BlockResults::dbeta, &BlockCase::beta},
                                         {&BlockResults::dgamma, &BlockCase::gamma},
                                         {&BlockResults::da_log, &BlockCase::a_log},
-                                        {&BlockResults::ddt_bias, &BlockCase::dt_bias}}) {
+                                        {&BlockResults::ddt_bias, &BlockCase::dt_bias},
+                                        {&BlockResults::dgate, &BlockCase::gate},
+                                        {&BlockResults::dweight, &BlockCase::weight}}) {
       outputs.*output = poisoned_like(problem.*input);
     }
     const bool has_da = spec.block == Block::kSolveTril || spec.block == Block::kWy;
@@ -261,6 +279,9 @@ BlockResults outputs_of(Mode mode, const BlockCase& problem) {
     case Block::kGateActivation:
       outputs.g = poisoned(wide(spec), problem.x.shape());
       break;
+    case Block::kRmsNorm:
+      outputs.y = poisoned_like(problem.x);
+      break;
   }
   return outputs;
 }
@@ -281,6 +302,8 @@ Call call_of(Mode mode, const BlockCase& problem, const BlockResults& outputs) {
       return either(wy_forward, wy_backward);
     case Block::kL2Norm:
       return either(l2norm_forward, l2norm_backward);
+    case Block::kRmsNorm:
+      return either(rms_norm_forward, rms_norm_backward);
     case Block::kGateActivation:
       break;
   }
@@ -297,8 +320,10 @@ Tolerance tolerance(const BlockCase& problem, const BlockResults&, const std::st
   if (result_type == DType::kBF16) return {3e-3, smallest};
   if (result_type == DType::kF16) return {1e-3, smallest};
   if (result_type == DType::kF64) return {1e-12, smallest};
-  if (tensor == "da_log" || tensor == "ddt_bias") return {3e-5, smallest};
+  if (tensor == "da_log" || tensor == "ddt_bias" || tensor == "dweight") return {3e-5, smallest};
   if (problem.spec.block == Block::kL2Norm && problem.spec.K == 1) return {1e-4, smallest};
+  // One number, normalised, hardly depends on itself: what is left of two terms is of the size of eps.
+  if (problem.spec.block == Block::kRmsNorm && problem.spec.K == 1 && tensor == "dx") return {2e-2, smallest};
   return {tensor == "dgamma" ? 4e-6 : 1e-6, smallest};
 }
 

@@ -25,13 +25,14 @@ struct BlockSpec {
   bool beta = true;
   bool reverse = false;  // of a chunk-local sum
   bool lower_bound = false, a_log = true, dt_bias = true;
-  double gate_scale = 1;  // of the log decays
+  bool gated = true, weight = true, sigmoid = false;  // of the RMS norm
+  double gate_scale = 1;                              // of the log decays
 
   void set_types(DType type) { dtype = type; }
 };
 
-inline constexpr Block kBlocks[] = {Block::kChunkLocalCumsum, Block::kScaledDotKkt,  Block::kSolveTril, Block::kWy,
-                                    Block::kL2Norm,           Block::kGateActivation};
+inline constexpr Block kBlocks[] = {Block::kChunkLocalCumsum, Block::kScaledDotKkt,   Block::kSolveTril, Block::kWy,
+                                    Block::kL2Norm,           Block::kGateActivation, Block::kRmsNorm};
 const char* name_of(Block block);
 std::string describe(const BlockSpec& spec);
 inline std::vector<ImplementationInfo> implementations_of(const BlockSpec& spec) {
@@ -43,6 +44,7 @@ struct BlockCase : TensorsByName<BlockCase> {
   BlockSpec spec;
   Tensor x;  // raw or log gates, or the rows to normalise
   Tensor k, v, beta, gamma, a, j, a_log, dt_bias, cu_seqlens;
+  Tensor gate, weight;            // of the RMS norm
   Tensor y, rstd;                 // the norm's, for its backward
   Tensor da, dj, dw, du, dy, dg;  // gradients of the results
 
@@ -57,7 +59,7 @@ BlockCase draw(const BlockSpec& spec, uint64_t seed);
 struct BlockResults : TensorsByName<BlockResults> {
   std::string implementation;
   Tensor y, rstd, a, j, w, u, g;
-  Tensor dx, dk, dv, dbeta, dgamma, da, da_log, ddt_bias;
+  Tensor dx, dk, dv, dbeta, dgamma, da, da_log, ddt_bias, dgate, dweight;
 
   static std::span<const CaseTensor<BlockResults>> fields();
 };
@@ -82,6 +84,9 @@ inline std::string run(const Context& context, const L2NormForward& args) {
 }
 inline std::string run(const Context& context, const L2NormBackward& args) {
   return Call(l2norm_backward, args).run(context);
+}
+inline std::string run(const Context& context, const RmsNormForward& args) {
+  return Call(rms_norm_forward, args).run(context);
 }
 inline std::string run(const Context& context, const GateActivationForward& args) {
   return Call(gate_activation_forward, args).run(context);

@@ -158,8 +158,12 @@ RelatedResults outputs_of(Mode mode, const RelatedCase& problem) {
   const DType wide = accumulator_type(spec.dtype);
   std::vector<int64_t> shape = state_shape(spec);
   RelatedResults results;
+  if (mode != Mode::kBackward) results.o = poisoned_like(problem.v);
+  if (mode == Mode::kStep) {
+    results.final_state = problem.initial_state.present() ? problem.initial_state : Tensor(wide, shape);
+    return results;
+  }
   if (mode == Mode::kForward) {
-    results.o = poisoned_like(problem.v);
     results.final_state = poisoned(wide, shape);
     shape[0] = delta_rule_num_chunks(spec.T, problem.cu_seqlens.view(), spec.chunk_size);
     shape.insert(shape.begin(), spec.B);
@@ -177,6 +181,10 @@ Call call_of(Mode mode, const RelatedCase& problem, const RelatedResults& output
   if (mode == Mode::kForward) {
     if (is_gla(op)) return bound_call(gla_forward, problem, outputs);
     return is_dplr(op) ? bound_call(dplr_forward, problem, outputs) : bound_call(comba_forward, problem, outputs);
+  }
+  if (mode == Mode::kStep) {
+    if (is_gla(op)) return bound_call(gla_step, problem, outputs);
+    return is_dplr(op) ? bound_call(dplr_step, problem, outputs) : bound_call(comba_step, problem, outputs);
   }
   if (is_gla(op)) return bound_call(gla_backward, problem, outputs);
   return is_dplr(op) ? bound_call(dplr_backward, problem, outputs) : bound_call(comba_backward, problem, outputs);
@@ -196,6 +204,8 @@ RelatedResults backward(const RelatedCase& problem, const Context& context, cons
   results.implementation = call.run(context);
   return results;
 }
+
+RelatedResults step(const RelatedCase& problem, const Context& context) { return run(Mode::kStep, problem, context); }
 
 Tolerance tolerance(const RelatedCase& problem, const RelatedResults&, const std::string& tensor, DType result_type) {
   const DType dtype = problem.spec.dtype;

@@ -70,14 +70,17 @@ struct RelatedResults : TensorsByName<RelatedResults> {
 // leans towards k, and a away from b. g_gamma is log(3/4), log(7/8), .., beta is sigmoid(N(0,1)), all else N(0,1).
 RelatedCase draw(const RelatedSpec& spec, uint64_t seed);
 
-// Results have q's type (gradients of g and beta: theirs), the states fp32, or fp64 for a problem in double. A forward
-// has chunk states. There is no step.
+// Results have q's type (gradients of g and beta: theirs), the states fp32, or fp64 for a problem in double; the state of
+// a step, which starts as the initial state, has that one's type. A forward has chunk states.
 RelatedResults outputs_of(Mode mode, const RelatedCase& problem);
 Call call_of(Mode mode, const RelatedCase& problem, const RelatedResults& outputs);
 
 // `saved` may hold the forward's fp32 chunk states.
 RelatedResults forward(const RelatedCase& problem, const Context& context, bool chunk_states = false);
 RelatedResults backward(const RelatedCase& problem, const Context& context, const Tensor& saved = {});
+
+// A step decodes all T tokens in one call.
+RelatedResults step(const RelatedCase& problem, const Context& context);
 
 // What a result in this type may be off the reference in double on the same rounded inputs.
 Tolerance tolerance(const RelatedCase& problem, const RelatedResults& expected, const std::string& tensor,

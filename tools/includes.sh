@@ -19,7 +19,7 @@ allowed() {  # allowed FILE
     src/cuda/*) echo "$public|cuda/common/|cuda/[^/]*\"|cuda/[^/]*/registry\.h\"" ;;
     src/ops/*) echo "$public|ops/|(cpu|cuda)/[^/]*/registry\.h\"|cuda/backend\.h\"|cpu/parallel\.h\"|(cpu/simd|hwy)/targets\.h\"" ;;
     src/capi/*) echo "$public|capi/" ;;
-    python/bindings/*) echo "$public|convert\.h\"" ;;
+    python/bindings/*) echo "$public|(convert|observe)\.h\"" ;;
     *) echo 'nothing: its folder is not in tools/includes.sh' ;;
   esac
 }

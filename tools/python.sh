@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The Python package: tools/python.sh prepare | wheel [NAME=VALUE..] | lint | smoke | test [pytest arguments] |
+# The Python package: tools/python.sh prepare | sdist | wheel [NAME=VALUE..] | lint | smoke | test [pytest arguments] |
 # demo [arguments]. `prepare` installs what the others take, which they do by themselves.
 # `wheel` builds a wheel with its libraries inside, CUDA kernels where there is an nvcc, and installs it into a fresh
 # environment; it takes settings of CMake. `smoke` runs it there with no compiler in reach, `test` runs the tests on it;
@@ -22,7 +22,7 @@ prepare() {
 
 wheel() {
   prepare
-  rm -rf "$wheels" "$fresh"
+  rm -rf "$wheels"/*.whl "$wheels/raw" "$fresh"
   PATH="$PWD/$tools/bin:$PATH"
   # The names that CMake finds by itself: ccache then knows what the other builds have compiled.
   CC=cc CXX=c++ python -m pip wheel . --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir "$wheels/raw" \
@@ -38,8 +38,15 @@ wheel() {
     --prefix "$fresh" "$wheels"/*.whl
 }
 
+sdist() {
+  prepare
+  mkdir -p "$wheels"
+  "$tools/bin/python" -c 'import sys; from scikit_build_core.build import build_sdist; print(build_sdist(sys.argv[1]))' "$wheels"
+}
+
 case ${1:-} in
   prepare) prepare ;;
+  sdist) sdist ;;
   wheel) wheel "${@:2}" ;;
   lint)
     prepare

@@ -155,6 +155,38 @@ struct GateActivationBackward {
   TensorView dx, da_log, ddt_bias;
 };
 
+// y = weight x rstd activation(gate) over the last axis,  rstd = 1 / sqrt(mean x^2 + eps): the norm behind the delta
+// rule's output.
+enum class NormGate : int32_t { kSilu = 0, kSigmoid = 1 };
+
+struct RmsNormOptions {
+  double eps = 1e-5;  // at least 2^-126
+  NormGate activation = NormGate::kSilu;
+};
+
+struct RmsNormInputs {
+  TensorView x;       // [.., D], two to five axes
+  TensorView gate;    // like x, any floating type; absent: no gate
+  TensorView weight;  // [D]; absent: 1
+};
+
+struct RmsNormForward {
+  RmsNormInputs in;
+  RmsNormOptions options;
+
+  TensorView y;  // like x; x's type or fp32. May be x itself: the norm in place
+};
+
+// Every output is optional, and absent where its input is; each has the shape of its input and that input's type, or
+// fp32. rstd is found again from x.
+struct RmsNormBackward {
+  RmsNormInputs in;
+  RmsNormOptions options;
+  TensorView dy;  // like x
+
+  TensorView dx, dgate, dweight;
+};
+
 // Each returns the name of the implementation that ran.
 std::string chunk_local_cumsum(const Context& context, const ChunkLocalCumsum& args);
 std::string scaled_dot_kkt_forward(const Context& context, const ScaledDotKktForward& args);
@@ -167,6 +199,8 @@ std::string l2norm_forward(const Context& context, const L2NormForward& args);
 std::string l2norm_backward(const Context& context, const L2NormBackward& args);
 std::string gate_activation_forward(const Context& context, const GateActivationForward& args);
 std::string gate_activation_backward(const Context& context, const GateActivationBackward& args);
+std::string rms_norm_forward(const Context& context, const RmsNormForward& args);
+std::string rms_norm_backward(const Context& context, const RmsNormBackward& args);
 
 enum class Block : int32_t {
   kChunkLocalCumsum = 0,
@@ -175,6 +209,7 @@ enum class Block : int32_t {
   kWy = 3,
   kL2Norm = 4,
   kGateActivation = 5,
+  kRmsNorm = 6,
 };
 
 // What the library holds for a block, most special first. The mode of chunk_local_cumsum is forward.

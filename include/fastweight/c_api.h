@@ -213,6 +213,15 @@ typedef struct fw_gla_backward_args {
   fw_tensor dq, dk, dv, dg, d_initial_state; /* each optional */
 } fw_gla_backward_args;
 
+typedef struct fw_gla_step_args {
+  size_t struct_size;
+  const fw_gla_inputs* inputs; /* without initial_state */
+  const fw_gla_options* options;
+  fw_tensor state;         /* [slots, H, K, V], read and written */
+  fw_tensor state_indices; /* [N]: the slot of each sequence, none twice, -1: skip it; optional */
+  fw_tensor o;             /* [B, T, H, V] */
+} fw_gla_step_args;
+
 typedef struct fw_comba_forward_args {
   size_t struct_size;
   const fw_comba_inputs* inputs;
@@ -232,6 +241,15 @@ typedef struct fw_comba_backward_args {
   fw_tensor dq, dk, dv, dp, dg, dbeta, d_initial_state; /* each optional */
 } fw_comba_backward_args;
 
+typedef struct fw_comba_step_args {
+  size_t struct_size;
+  const fw_comba_inputs* inputs; /* without initial_state */
+  const fw_comba_options* options;
+  fw_tensor state;         /* [slots, H, K, V], read and written */
+  fw_tensor state_indices; /* [N]: the slot of each sequence, none twice, -1: skip it; optional */
+  fw_tensor o;             /* [B, T, H, V] */
+} fw_comba_step_args;
+
 typedef struct fw_dplr_forward_args {
   size_t struct_size;
   const fw_dplr_inputs* inputs;
@@ -250,6 +268,15 @@ typedef struct fw_dplr_backward_args {
   fw_tensor chunk_states;                            /* the forward's; optional */
   fw_tensor dq, dk, dv, da, db, dg, d_initial_state; /* each optional */
 } fw_dplr_backward_args;
+
+typedef struct fw_dplr_step_args {
+  size_t struct_size;
+  const fw_dplr_inputs* inputs; /* without initial_state */
+  const fw_dplr_options* options;
+  fw_tensor state;         /* [slots, H, K, V], read and written */
+  fw_tensor state_indices; /* [N]: the slot of each sequence, none twice, -1: skip it; optional */
+  fw_tensor o;             /* [B, T, H, V] */
+} fw_dplr_step_args;
 
 typedef struct fw_ttt_linear_options {
   size_t struct_size;
@@ -438,6 +465,27 @@ typedef struct fw_gate_activation_backward_args {
   fw_tensor dx, da_log, ddt_bias; /* each optional */
 } fw_gate_activation_backward_args;
 
+enum { FW_NORM_GATE_SILU = 0, FW_NORM_GATE_SIGMOID = 1 };
+
+typedef struct fw_rms_norm_forward_args {
+  size_t struct_size;
+  fw_tensor x;      /* [.., D] */
+  fw_tensor gate;   /* like x; optional */
+  fw_tensor weight; /* [D]; optional */
+  double eps;       /* at least 2^-126 */
+  int32_t activation;
+  fw_tensor y; /* like x; may be x */
+} fw_rms_norm_forward_args;
+
+typedef struct fw_rms_norm_backward_args {
+  size_t struct_size;
+  fw_tensor x, gate, weight;
+  double eps;
+  int32_t activation;
+  fw_tensor dy;                 /* like x */
+  fw_tensor dx, dgate, dweight; /* each optional */
+} fw_rms_norm_backward_args;
+
 FW_API const char* fw_version(void);
 
 /* What the last failed call of this thread had to say; never null. Valid until the thread's next failed call. */
@@ -457,14 +505,17 @@ FW_API void fw_gla_options_init(fw_gla_options* options);
 FW_API void fw_gla_inputs_init(fw_gla_inputs* inputs);
 FW_API void fw_gla_forward_args_init(fw_gla_forward_args* args);
 FW_API void fw_gla_backward_args_init(fw_gla_backward_args* args);
+FW_API void fw_gla_step_args_init(fw_gla_step_args* args);
 FW_API void fw_comba_options_init(fw_comba_options* options);
 FW_API void fw_comba_inputs_init(fw_comba_inputs* inputs);
 FW_API void fw_comba_forward_args_init(fw_comba_forward_args* args);
 FW_API void fw_comba_backward_args_init(fw_comba_backward_args* args);
+FW_API void fw_comba_step_args_init(fw_comba_step_args* args);
 FW_API void fw_dplr_options_init(fw_dplr_options* options);
 FW_API void fw_dplr_inputs_init(fw_dplr_inputs* inputs);
 FW_API void fw_dplr_forward_args_init(fw_dplr_forward_args* args);
 FW_API void fw_dplr_backward_args_init(fw_dplr_backward_args* args);
+FW_API void fw_dplr_step_args_init(fw_dplr_step_args* args);
 FW_API void fw_ttt_linear_options_init(fw_ttt_linear_options* options);
 FW_API void fw_ttt_linear_inputs_init(fw_ttt_linear_inputs* inputs);
 FW_API void fw_ttt_linear_forward_args_init(fw_ttt_linear_forward_args* args);
@@ -486,6 +537,8 @@ FW_API void fw_l2norm_forward_args_init(fw_l2norm_forward_args* args);
 FW_API void fw_l2norm_backward_args_init(fw_l2norm_backward_args* args);
 FW_API void fw_gate_activation_forward_args_init(fw_gate_activation_forward_args* args);
 FW_API void fw_gate_activation_backward_args_init(fw_gate_activation_backward_args* args);
+FW_API void fw_rms_norm_forward_args_init(fw_rms_norm_forward_args* args);
+FW_API void fw_rms_norm_backward_args_init(fw_rms_norm_backward_args* args);
 
 /* `implementation` may be null; otherwise it receives the name of what ran, which lives as long as the program. */
 FW_API fw_status fw_delta_rule_forward(const fw_context* context, const fw_delta_rule_forward_args* args,
@@ -498,14 +551,17 @@ FW_API fw_status fw_gla_forward(const fw_context* context, const fw_gla_forward_
                                 const char** implementation);
 FW_API fw_status fw_gla_backward(const fw_context* context, const fw_gla_backward_args* args,
                                  const char** implementation);
+FW_API fw_status fw_gla_step(const fw_context* context, const fw_gla_step_args* args, const char** implementation);
 FW_API fw_status fw_comba_forward(const fw_context* context, const fw_comba_forward_args* args,
                                   const char** implementation);
 FW_API fw_status fw_comba_backward(const fw_context* context, const fw_comba_backward_args* args,
                                    const char** implementation);
+FW_API fw_status fw_comba_step(const fw_context* context, const fw_comba_step_args* args, const char** implementation);
 FW_API fw_status fw_dplr_forward(const fw_context* context, const fw_dplr_forward_args* args,
                                  const char** implementation);
 FW_API fw_status fw_dplr_backward(const fw_context* context, const fw_dplr_backward_args* args,
                                   const char** implementation);
+FW_API fw_status fw_dplr_step(const fw_context* context, const fw_dplr_step_args* args, const char** implementation);
 FW_API fw_status fw_ttt_linear_forward(const fw_context* context, const fw_ttt_linear_forward_args* args,
                                        const char** implementation);
 FW_API fw_status fw_ttt_linear_backward(const fw_context* context, const fw_ttt_linear_backward_args* args,
@@ -540,6 +596,10 @@ FW_API fw_status fw_gate_activation_forward(const fw_context* context, const fw_
                                             const char** implementation);
 FW_API fw_status fw_gate_activation_backward(const fw_context* context, const fw_gate_activation_backward_args* args,
                                              const char** implementation);
+FW_API fw_status fw_rms_norm_forward(const fw_context* context, const fw_rms_norm_forward_args* args,
+                                     const char** implementation);
+FW_API fw_status fw_rms_norm_backward(const fw_context* context, const fw_rms_norm_backward_args* args,
+                                      const char** implementation);
 
 /* NT, the chunks along axis 1 of chunk_states. `cu_seqlens` may be null: one length for all. */
 FW_API fw_status fw_delta_rule_num_chunks(int64_t tokens, const fw_tensor* cu_seqlens, int32_t chunk_size,

@@ -8,7 +8,7 @@
 //
 // p_t = exp(g_t) k_t gives the gated delta rule.
 //
-// Sizes: B batch, T tokens, H heads, K and V head widths (1 to 256 each), N sequences (B, or the count in cu_seqlens),
+// Sizes: B batch, T tokens, H heads, K and V head widths (K up to 256, V of any width; on CUDA up to 256), N sequences (B, or the count in cu_seqlens),
 // C chunk size, NT chunks (delta_rule_num_chunks). On the CPU alone so far.
 #pragma once
 
@@ -32,7 +32,7 @@ struct CombaOptions {
   bool qk_l2norm = false;      // q, k and p become x / sqrt(sum x^2 + 1e-6)
 };
 
-// The tensors that both entry points read. Inputs may have any strides. q, k, v and p share one type (fp32, bf16, fp16,
+// The tensors that every entry point reads. Inputs may have any strides. q, k, v and p share one type (fp32, bf16, fp16,
 // fp64); g, beta and the states may have any floating type. fp64 anywhere runs on the reference.
 struct CombaInputs {
   TensorView q;              // [B, T, H, K]
@@ -68,9 +68,20 @@ struct CombaBackward {
   TensorView d_initial_state;  // [N, H, K, V] fp32; with initial_state only
 };
 
+// Decoding: T tokens per sequence advance states in place. `in.initial_state` is absent.
+struct CombaStep {
+  CombaInputs in;
+  CombaOptions options;
+
+  TensorView state;          // [slots, H, K, V] fp32 or bf16, read and written; slots = N without state_indices
+  TensorView state_indices;  // [N] int32 or int64: the slot of each sequence, -1: skip it (its o is 0). Optional
+  TensorView o;              // [B, T, H, V]
+};
+
 // Each returns the name of the implementation that ran.
 std::string comba_forward(const Context& context, const CombaForward& args);
 std::string comba_backward(const Context& context, const CombaBackward& args);
+std::string comba_step(const Context& context, const CombaStep& args);
 
 // What the library holds for this family, most special first.
 std::vector<ImplementationInfo> comba_implementations();

@@ -8,7 +8,7 @@
 //     o_t  = scale q_t S_t
 //
 // Sizes: B batch, T tokens, H query/key heads, HV value heads (HV = H * group; value head h reads q/k head h / group),
-// K and V head widths (1 to 256 each), N sequences (B, or the count in cu_seqlens), C chunk size, NT chunks.
+// K and V head widths (K up to 256, V of any width; on CUDA up to 256), N sequences (B, or the count in cu_seqlens), C chunk size, NT chunks.
 #pragma once
 
 #include <cstdint>

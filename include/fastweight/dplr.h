@@ -9,7 +9,7 @@
 // a = -beta k exp(g), b = k and beta v in place of v give KDA. The state stays bounded where a and b point in opposite
 // directions.
 //
-// Sizes: B batch, T tokens, H heads, K and V head widths (1 to 256 each), N sequences (B, or the count in cu_seqlens),
+// Sizes: B batch, T tokens, H heads, K and V head widths (K up to 256, V of any width; on CUDA up to 256), N sequences (B, or the count in cu_seqlens),
 // C chunk size, NT chunks (delta_rule_num_chunks). On the CPU alone so far.
 #pragma once
 
@@ -34,7 +34,7 @@ struct DplrOptions {
   bool state_v_first = false;     // every state tensor is [.., V, K] instead of [.., K, V]
 };
 
-// The tensors that both entry points read. Inputs may have any strides. q, k, v, a and b share one type (fp32, bf16,
+// The tensors that every entry point reads. Inputs may have any strides. q, k, v, a and b share one type (fp32, bf16,
 // fp16, fp64); g and the states may have any floating type. fp64 anywhere runs on the reference.
 struct DplrInputs {
   TensorView q;              // [B, T, H, K]
@@ -70,9 +70,20 @@ struct DplrBackward {
   TensorView d_initial_state;  // [N, H, K, V] fp32; with initial_state only
 };
 
+// Decoding: T tokens per sequence advance states in place. `in.initial_state` is absent.
+struct DplrStep {
+  DplrInputs in;
+  DplrOptions options;
+
+  TensorView state;          // [slots, H, K, V] fp32 or bf16, read and written; slots = N without state_indices
+  TensorView state_indices;  // [N] int32 or int64: the slot of each sequence, -1: skip it (its o is 0). Optional
+  TensorView o;              // [B, T, H, V]
+};
+
 // Each returns the name of the implementation that ran.
 std::string dplr_forward(const Context& context, const DplrForward& args);
 std::string dplr_backward(const Context& context, const DplrBackward& args);
+std::string dplr_step(const Context& context, const DplrStep& args);
 
 // What the library holds for this family, most special first.
 std::vector<ImplementationInfo> dplr_implementations();

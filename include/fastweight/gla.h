@@ -6,7 +6,7 @@
 //     S_t = diag(exp(g_t)) S_{t-1} + k_t^T v_t     g_t: nothing, one number (simple GLA), or one per key channel (GLA)
 //     o_t = scale q_t S_t
 //
-// Sizes: B batch, T tokens, H heads, K and V head widths (1 to 256 each), N sequences (B, or the count in cu_seqlens),
+// Sizes: B batch, T tokens, H heads, K and V head widths (K up to 256, V of any width; on CUDA up to 256), N sequences (B, or the count in cu_seqlens),
 // C chunk size, NT chunks (delta_rule_num_chunks). On the CPU alone so far.
 #pragma once
 
@@ -31,7 +31,7 @@ struct GlaOptions {
   bool state_v_first = false;  // every state tensor is [.., V, K] instead of [.., K, V]
 };
 
-// The tensors that both entry points read. Inputs may have any strides. q, k and v share one type (fp32, bf16, fp16,
+// The tensors that every entry point reads. Inputs may have any strides. q, k and v share one type (fp32, bf16, fp16,
 // fp64); g, g_gamma and the states may have any floating type. fp64 anywhere runs on the reference.
 struct GlaInputs {
   TensorView q;              // [B, T, H, K]
@@ -66,9 +66,20 @@ struct GlaBackward {
   TensorView d_initial_state;  // [N, H, K, V] fp32; with initial_state only
 };
 
+// Decoding: T tokens per sequence advance states in place. `in.initial_state` is absent.
+struct GlaStep {
+  GlaInputs in;
+  GlaOptions options;
+
+  TensorView state;          // [slots, H, K, V] fp32 or bf16, read and written; slots = N without state_indices
+  TensorView state_indices;  // [N] int32 or int64: the slot of each sequence, -1: skip it (its o is 0). Optional
+  TensorView o;              // [B, T, H, V]
+};
+
 // Each returns the name of the implementation that ran.
 std::string gla_forward(const Context& context, const GlaForward& args);
 std::string gla_backward(const Context& context, const GlaBackward& args);
+std::string gla_step(const Context& context, const GlaStep& args);
 
 // What the library holds for this family, most special first.
 std::vector<ImplementationInfo> gla_implementations();

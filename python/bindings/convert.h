@@ -30,6 +30,7 @@ struct Operator {
 
 // One list per file; module.cc registers them.
 std::span<const Operator> delta_rule_operators();
+std::span<const Operator> related_operators();
 std::span<const Operator> ttt_linear_operators();
 std::span<const Operator> short_conv_operators();
 std::span<const Operator> blocks_operators();
@@ -198,6 +199,9 @@ std::string result_schema() {
 template <class Backward>
 class GradientResults {
  public:
+  static constexpr auto kCount =
+      std::ranges::count_if(kTensors<Backward>, [](const auto& row) { return row.gradient_of != nullptr; });
+
   // `like` has the type of the problem.
   GradientResults(Backward& args, const TensorView& like, int64_t asked_for) {
     static_assert(gradients_follow_inputs<Backward>());
@@ -218,8 +222,6 @@ class GradientResults {
   }
 
  private:
-  static constexpr auto kCount =
-      std::ranges::count_if(kTensors<Backward>, [](const auto& row) { return row.gradient_of != nullptr; });
   std::array<Tensor, kCount> tensors_;
 };
 

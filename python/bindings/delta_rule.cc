@@ -4,6 +4,7 @@
 
 #include "convert.h"
 #include "core/delta_rule_fields.h"
+#include "observe.h"
 
 namespace fastweight::bindings {
 namespace {
@@ -112,7 +113,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
     }
     ContextOf context(q);
     choose_form(options, context);
-    delta_rule_forward(context, args);
+    call("delta_rule_forward", fastweight::delta_rule_forward, std::move(context), args);
     give(stack, o, final_state, chunk_states, kept);
   });
 }
@@ -131,7 +132,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
     GradientResults<DeltaRuleBackward> gradients(args, args.in.q, asked_for);
     ContextOf context(args.in.q);
     choose_form(options, context);
-    delta_rule_backward(context, args);
+    call("delta_rule_backward", fastweight::delta_rule_backward, std::move(context), args);
     gradients.give(stack);
   });
 }
@@ -147,7 +148,7 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
     in.view_as(args.in);
     own.view_as(args);
     Tensor o = make_output(args.in, args.o);
-    delta_rule_step(ContextOf(args.in.q), args);
+    call("delta_rule_step", fastweight::delta_rule_step, ContextOf(args.in.q), args);
     give(stack, o);
   });
 }

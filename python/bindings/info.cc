@@ -41,6 +41,7 @@ std::string all_implementations() {
       {"wy", block_implementations(Block::kWy)},
       {"l2norm", block_implementations(Block::kL2Norm)},
       {"gate_activation", block_implementations(Block::kGateActivation)},
+      {"rms_norm", block_implementations(Block::kRmsNorm)},
   };
   std::string text;
   for (const auto& [family, infos] : families) text += (text.empty() ? "" : ", ") + implementations(family, infos);

@@ -7,8 +7,9 @@
 namespace fastweight::bindings {
 namespace {
 
-std::array<std::span<const Operator>, 4> families() {
-  return {delta_rule_operators(), ttt_linear_operators(), short_conv_operators(), blocks_operators()};
+std::array<std::span<const Operator>, 5> families() {
+  return {delta_rule_operators(), related_operators(), ttt_linear_operators(), short_conv_operators(),
+          blocks_operators()};
 }
 
 void implement(torch::stable::detail::StableLibrary& library, std::span<const Operator> operators) {

@@ -4,6 +4,7 @@
 
 #include "convert.h"
 #include "core/short_conv_fields.h"
+#include "observe.h"
 
 namespace fastweight::bindings {
 namespace {
@@ -26,7 +27,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
       final_state = dense(x, x.dtype, {num_sequences(x, args.in.cu_seqlens), extent(x, 2), extent(args.in.w, 1)},
                           args.final_state);
     }
-    short_conv_forward(ContextOf(x), args);
+    call("short_conv_forward", fastweight::short_conv_forward, ContextOf(x), args);
     give(stack, y, final_state);
   });
 }
@@ -42,7 +43,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
     in.view_as(args.in);
     own.view_as(args);
     GradientResults<ShortConvBackward> gradients(args, args.in.x, asked_for);
-    short_conv_backward(ContextOf(args.in.x), args);
+    call("short_conv_backward", fastweight::short_conv_backward, ContextOf(args.in.x), args);
     gradients.give(stack);
   });
 }
@@ -57,7 +58,7 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
     in.view_as(args.in);
     own.view_as(args);
     Tensor y = dense_like(args.in.x, args.y);
-    short_conv_step(ContextOf(args.in.x), args);
+    call("short_conv_step", fastweight::short_conv_step, ContextOf(args.in.x), args);
     give(stack, y);
   });
 }

@@ -4,6 +4,7 @@
 
 #include "convert.h"
 #include "core/ttt_linear_fields.h"
+#include "observe.h"
 
 namespace fastweight::bindings {
 namespace {
@@ -46,7 +47,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
       final_state = dense(q, state_dtype(q), {count, heads, width, width}, args.final_state);
       final_state_bias = dense(q, state_dtype(q), {count, heads, 1, width}, args.final_state_bias);
     }
-    ttt_linear_forward(ContextOf(q), args);
+    call("ttt_linear_forward", fastweight::ttt_linear_forward, ContextOf(q), args);
     give(stack, o, final_state, final_state_bias);
   });
 }
@@ -63,7 +64,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
     in.view_as(args.in);
     own.view_as(args);
     GradientResults<TttLinearBackward> gradients(args, args.in.q, asked_for);
-    ttt_linear_backward(ContextOf(args.in.q), args);
+    call("ttt_linear_backward", fastweight::ttt_linear_backward, ContextOf(args.in.q), args);
     gradients.give(stack);
   });
 }
@@ -79,7 +80,7 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
     in.view_as(args.in);
     own.view_as(args);
     Tensor o = dense_like(args.in.q, args.o);
-    ttt_linear_step(ContextOf(args.in.q), args);
+    call("ttt_linear_step", fastweight::ttt_linear_step, ContextOf(args.in.q), args);
     give(stack, o);
   });
 }

@@ -6,8 +6,8 @@ the layers of flash-linear-attention call a handful of functions that they find 
 models look the names up when they run, so those that exist already follow too. `restore` puts everything back.
 
 A replacement computes what the original would, gradients included. It leaves calls to the original that ours have no
-kernel for: tensors on another device, heads wider than 256, an activation other than silu, fp64 on CUDA, and graphs
-that are being exported.
+kernel for: tensors on another device, query heads wider than 256, an activation other than silu, fp64 on CUDA, and
+graphs that are being exported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from . import ops
 from ._delta_rule import state_dtype
 from ._info import devices
 from ._short_conv import ACTIVATIONS
-from .layers.norm import rms_norm
+from .modules.fused_norm_gate import rms_norm_gated
+from .modules.layernorm import rms_norm
 
 _MAX_HEAD_DIM = 256
 _MAX_CONV_SIZE = 16
@@ -44,8 +45,8 @@ def _takes(family: str, mode: str, x: Tensor) -> bool:
     )
 
 
-def _takes_delta_rule(k: Tensor, v: Tensor) -> bool:
-    return max(k.shape[-1], v.shape[-1]) <= _MAX_HEAD_DIM and _takes("delta_rule", "forward", k)
+def _takes_delta_rule(k: Tensor) -> bool:
+    return k.shape[-1] <= _MAX_HEAD_DIM and _takes("delta_rule", "forward", k)
 
 
 def _takes_short_conv(mode: str, x: Tensor, weight: Tensor, activation: str | None) -> bool:
@@ -105,7 +106,7 @@ def _rule(ours, *positional):
         def rule(query, key, value, g, beta, *arguments, **kwargs):
             options = dict(zip(positional, arguments, strict=False)) | kwargs
             state = options.get("initial_state")
-            if not _takes_delta_rule(key, value):
+            if not _takes_delta_rule(key):
                 return original(query, key, value, g, beta, *arguments, **kwargs)
             return ours(
                 query,
@@ -149,7 +150,7 @@ def _fla_rule(ours):
     def make(original):
         @functools.wraps(original)
         def rule(q, k, v, *arguments, **options):
-            function = ours if _takes_delta_rule(k, v) else original
+            function = ours if _takes_delta_rule(k) else original
             return function(q, k, v, *arguments, **options)
 
         return rule
@@ -194,9 +195,8 @@ def _fla_causal_conv1d_update(original):
 def _fla_rms_norm(original):
     @functools.wraps(original)
     def norm(x, weight, bias, residual=None, eps=1e-5, prenorm=False, residual_in_fp32=False):
-        if x.device.type != "cpu" or bias is not None or residual is not None or prenorm:
-            return original(x, weight, bias, residual, eps, prenorm, residual_in_fp32)
-        return rms_norm(x, weight, eps)
+        function = rms_norm if x.device.type == "cpu" else original
+        return function(x, weight, bias, residual, eps, prenorm, residual_in_fp32)
 
     return norm
 
@@ -204,9 +204,8 @@ def _fla_rms_norm(original):
 def _fla_rms_norm_gated(original):
     @functools.wraps(original)
     def norm(x, g, weight, bias, activation="swish", residual=None, prenorm=False, residual_in_fp32=False, eps=1e-6):
-        if x.device.type != "cpu" or bias is not None or residual is not None or prenorm:
-            return original(x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps)
-        return rms_norm(x, weight, eps, g, activation)
+        function = rms_norm_gated if x.device.type == "cpu" else original
+        return function(x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps)
 
     return norm
 
@@ -295,8 +294,7 @@ def accelerate() -> list[str]:
     CUDA. Packed sequences (`cu_seq_lens_q` or `seq_idx` among the arguments of the model) are kept apart. Calling it
     again does no harm.
 
-    Calls that fastweight has no kernel for keep the original function, such as heads wider than 256: in the layers of
-    flash-linear-attention that is GatedDeltaNet with its defaults, whose value heads are 512 wide.
+    Calls that fastweight has no kernel for keep the original function, such as query heads wider than 256.
 
     Returns:
         The functions that have been replaced so far; those of modules that are imported later come on top.

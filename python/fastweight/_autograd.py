@@ -30,7 +30,7 @@ def run(operator, *arguments):
     try:
         return operator(*arguments)
     except RuntimeError as error:
-        raise translated(error) from None
+        raise translated(error, operator._opname) from None
 
 
 def differentiable(

@@ -118,6 +118,12 @@ def forward(
     disable_recompute: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """(o, final_state), None where it was not asked for."""
+    parts = _columns(inputs[2])
+    if parts is not None:
+        results = [
+            forward(_inputs_of(inputs, part, options), options, scale, lower_bound, disable_recompute) for part in parts
+        ]
+        return _joined(results, options)
     dtype, kept_words = None, 0
     if needs_gradient(inputs):
         q = inputs[0]
@@ -134,7 +140,47 @@ def forward_with_states(
     inputs: tuple, options: int, scale: float | None, lower_bound: float | None, cu_seqlens_cpu: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(o, final_state, chunk_states), the states before every chunk in the type of k. No gradients."""
+    parts = _columns(inputs[2])
+    if parts is not None:
+        results = [
+            forward_with_states(_inputs_of(inputs, part, options), options, scale, lower_bound, cu_seqlens_cpu)
+            for part in parts
+        ]
+        return _joined(results, options)
     return _forward(inputs, (options, scale, lower_bound, inputs[1].dtype, cu_seqlens_cpu, 0))[:3]
+
+
+# Value columns do not touch each other. The kernels on CUDA take so many at a time; the CPU takes them all.
+
+_WIDEST_ON_CUDA = 256
+
+
+def _columns(v: Tensor) -> list[slice] | None:
+    """The ranges of columns that run one after the other; None: all at once."""
+    V = v.shape[-1]
+    if v.device.type != "cuda" or V <= _WIDEST_ON_CUDA:
+        return None
+    return [slice(begin, min(begin + _WIDEST_ON_CUDA, V)) for begin in range(0, V, _WIDEST_ON_CUDA)]
+
+
+def _state_of(state: Tensor | None, part: slice, options: int) -> Tensor | None:
+    if state is None:
+        return None
+    return state[..., part, :] if options & STATE_V_FIRST else state[..., part]
+
+
+def _inputs_of(inputs: tuple, part: slice, options: int) -> tuple:
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens = inputs
+    if beta is not None and beta.dim() == 4:
+        beta = beta[..., part]
+    return q, k, v[..., part], g, beta, A_log, dt_bias, _state_of(initial_state, part, options), cu_seqlens
+
+
+def _joined(results: list[tuple], options: int) -> tuple:
+    """(o, states ..) of all columns."""
+    o, *states = zip(*results, strict=True)
+    axis = -2 if options & STATE_V_FIRST else -1
+    return torch.cat(o, -1), *(None if parts[0] is None else torch.cat(parts, axis) for parts in states)
 
 
 _step_operator = operators.delta_rule_step.default
@@ -144,6 +190,13 @@ def step(state: Tensor, state_indices: Tensor | None, inputs: tuple, options: tu
     """Advances `state` in place and returns o."""
     if needs_gradient((state, *inputs)):
         raise NotImplementedError("a step in place has no gradient: call it under torch.no_grad()")
+    parts = _columns(inputs[2])
+    if parts is not None:
+        bits = options[0]
+        outputs = [
+            step(_state_of(state, part, bits), state_indices, _inputs_of(inputs, part, bits), options) for part in parts
+        ]
+        return torch.cat(outputs, -1)
     return run(_step_operator, state, state_indices, *inputs, *options)
 
 

@@ -29,8 +29,7 @@ def info() -> dict[str, Any]:
     Returns:
         `version`; `cpu_target`, the instruction set in use, and `cpu_targets`, all that the build has;
         `built_with_cuda`, and the `cuda_architectures` that its kernels were compiled for; `implementations`:
-        `{family: {device: {mode: [names]}}}`, from special to general. These are all families of the library: among
-        them are some that have no function in Python (`gla`, `comba`, `dplr`, `scaled_dot_kkt`, `wy`).
+        `{family: {device: {mode: [names]}}}`, from special to general.
     """
     return copy.deepcopy(_INFO)
 

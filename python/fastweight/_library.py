@@ -29,7 +29,8 @@ def _module() -> pathlib.Path:
 
 
 _check_version()
-torch.ops.load_library(_module())
+module_path = _module()
+torch.ops.load_library(module_path)
 operators = torch.ops.fastweight
 library = torch.library.Library("fastweight", "FRAGMENT")
 
@@ -39,7 +40,37 @@ def argument_names(operator: str) -> list[str]:
     return [argument.name for argument in getattr(operators, operator).default._schema.arguments]
 
 
-def translated(error: RuntimeError) -> BaseException:
+# What the library's names for arguments are in Python, by family; None: in all.
+_NAMES = {
+    None: {
+        "a_log": "A_log",
+        "da_log": "A_log",
+        "ddt_bias": "dt_bias",
+        "gate_in_kernel": "use_gate_in_kernel",
+        "beta_sigmoid": "use_beta_sigmoid_in_kernel",
+        "mini_batch": "chunk_size",
+    },
+    "short_conv": {"w": "weight", "state": "cache"},
+    "dplr": {"g": "gk"},
+    "chunk_local_cumsum": {"x": "g"},
+    "gate_activation": {"x": "g"},
+    "scaled_dot_kkt": {"gamma": "g"},
+    "wy": {"gamma": "g", "j": "A"},
+    "solve_tril": {"a": "A"},
+}
+_SUFFIXES = re.compile("_(forward|differentiable|backward|step)$")
+
+
+def _in_python(operator: str, text: str) -> str:
+    """A message with the names that the arguments have in Python: at its start, where it says whose fault it is, and,
+    if no other word is spelt like them, anywhere."""
+    names = _NAMES[None] | _NAMES.get(_SUFFIXES.sub("", operator), {})
+    name, colon, rest = text.partition(":")
+    text = names.get(name, name) + colon + rest
+    return re.sub(rf"\b({'|'.join(_NAMES[None])})\b", lambda match: _NAMES[None][match[0]], text)
+
+
+def translated(error: RuntimeError, operator: str) -> BaseException:
     """The exception to raise in place of what an operator raised: python/bindings/convert.h marks the class."""
     match = _MARKED.match(str(error))
-    return _CLASSES[match[1]](match[2]) if match else error
+    return _CLASSES[match[1]](_in_python(operator, match[2])) if match else error

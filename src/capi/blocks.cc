@@ -35,6 +35,12 @@ void fw_gate_activation_forward_args_init(fw_gate_activation_forward_args* args)
 void fw_gate_activation_backward_args_init(fw_gate_activation_backward_args* args) {
   fastweight::capi::init<fastweight::GateActivationBackward>(args);
 }
+void fw_rms_norm_forward_args_init(fw_rms_norm_forward_args* args) {
+  fastweight::capi::init<fastweight::RmsNormForward>(args);
+}
+void fw_rms_norm_backward_args_init(fw_rms_norm_backward_args* args) {
+  fastweight::capi::init<fastweight::RmsNormBackward>(args);
+}
 
 fw_status fw_chunk_local_cumsum(const fw_context* context, const fw_chunk_local_cumsum_args* args,
                                 const char** implementation) {
@@ -87,6 +93,16 @@ fw_status fw_gate_activation_forward(const fw_context* context, const fw_gate_ac
 fw_status fw_gate_activation_backward(const fw_context* context, const fw_gate_activation_backward_args* args,
                                       const char** implementation) {
   return fastweight::capi::call(fastweight::gate_activation_backward, context, args, implementation);
+}
+
+fw_status fw_rms_norm_forward(const fw_context* context, const fw_rms_norm_forward_args* args,
+                              const char** implementation) {
+  return fastweight::capi::call(fastweight::rms_norm_forward, context, args, implementation);
+}
+
+fw_status fw_rms_norm_backward(const fw_context* context, const fw_rms_norm_backward_args* args,
+                               const char** implementation) {
+  return fastweight::capi::call(fastweight::rms_norm_backward, context, args, implementation);
 }
 
 }  // extern "C"

@@ -123,4 +123,28 @@ template <class S>
 inline constexpr auto kOptions<GateActivationOptions, S> = std::make_tuple(option("lower_bound", &S::lower_bound),
                                                                            option("chunk_size", &S::chunk_size));
 
+template <class S>
+inline constexpr auto kTensors<RmsNormInputs, S> = std::to_array<TensorField<S>>({
+    {"x", Use::kReads, &S::x},
+    {"gate", Use::kMayRead, &S::gate},
+    {"weight", Use::kMayRead, &S::weight},
+});
+
+template <class S>
+inline constexpr auto kOptions<RmsNormOptions, S> = std::make_tuple(option("eps", &S::eps),
+                                                                    option("activation", &S::activation));
+
+template <class S>
+inline constexpr auto kTensors<RmsNormForward, S> = std::to_array<TensorField<S>>({
+    {"y", Use::kWrites, &S::y},
+});
+
+template <class S>
+inline constexpr auto kTensors<RmsNormBackward, S> = std::to_array<TensorField<S>>({
+    {"dy", Use::kReads, &S::dy},
+    {"dx", Use::kWrites, &S::dx, "x"},
+    {"dgate", Use::kWrites, &S::dgate, "gate"},
+    {"dweight", Use::kWrites, &S::dweight, "weight"},
+});
+
 }  // namespace fastweight

@@ -10,7 +10,7 @@
 
 namespace fastweight {
 
-// Those that a block does not have stay 0; the l2 norm has none.
+// Those that a block does not have stay 0; the norms have none.
 struct BlockSizes {
   int64_t batch = 0;            // B
   int64_t tokens = 0;           // T

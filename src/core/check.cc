@@ -304,11 +304,12 @@ void like(const char* name, const TensorView& view, const TensorView& other) {
   dtype(name, view, {other.dtype, DType::kF32});
 }
 
-void scratch_extent(int64_t batch, int64_t tokens, int64_t num_sequences, int64_t num_heads, int64_t max_head_dim,
+void scratch_extent(int64_t batch, int64_t tokens, int64_t num_sequences, int64_t num_heads, int64_t head_size,
                     const char* name) {
   constexpr int64_t kBytesPerItem = 64;
   int64_t per_head = 0;
-  bool overflow = __builtin_mul_overflow(num_heads, max_head_dim * max_head_dim * kBytesPerItem, &per_head);
+  bool overflow = __builtin_mul_overflow(head_size, kBytesPerItem, &per_head);
+  overflow |= __builtin_mul_overflow(num_heads, per_head, &per_head);
   int64_t items = 0;
   overflow |= __builtin_mul_overflow(batch, tokens, &items);
   overflow |= __builtin_add_overflow(items, std::max(num_sequences, batch), &items);

@@ -77,8 +77,8 @@ void state_indices(const TensorView& view, int64_t num_sequences, int64_t slots)
 void like(const char* name, const TensorView& view, const TensorView& other);
 
 // Kernels index scratch memory of the order of all tokens and of all chunk states; 64 bits must suffice for it. Only
-// broadcast inputs can be that large.
-void scratch_extent(int64_t batch, int64_t tokens, int64_t num_sequences, int64_t num_heads, int64_t max_head_dim,
+// broadcast inputs can be that large. `head_size` is the most elements that a head has of anything.
+void scratch_extent(int64_t batch, int64_t tokens, int64_t num_sequences, int64_t num_heads, int64_t head_size,
                     const char* name = "q");
 
 // Memory. A view that is written must have elements of its own: none twice, and none of another view of the call.

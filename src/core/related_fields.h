@@ -16,8 +16,8 @@ inline constexpr auto kTensors<GlaInputs, S> = std::to_array<TensorField<S>>({
     {"k", Use::kReads, &S::k},
     {"v", Use::kReads, &S::v},
     {"g", Use::kMayRead, &S::g},
-    {"g_gamma", Use::kMayRead, &S::g_gamma},
     {"initial_state", Use::kMayRead, &S::initial_state},
+    {"g_gamma", Use::kMayRead, &S::g_gamma},  // has no gradient: stands behind those that have
     {"cu_seqlens", Use::kMayRead, &S::cu_seqlens},
 });
 
@@ -38,6 +38,13 @@ inline constexpr auto kTensors<GlaBackward, S> = std::to_array<TensorField<S>>({
     {"dv", Use::kWrites, &S::dv, "v"},
     {"dg", Use::kWrites, &S::dg, "g"},
     {"d_initial_state", Use::kWritesState, &S::d_initial_state, "initial_state"},
+});
+
+template <class S>
+inline constexpr auto kTensors<GlaStep, S> = std::to_array<TensorField<S>>({
+    {"state", Use::kUpdates, &S::state},
+    {"state_indices", Use::kMayRead, &S::state_indices},
+    {"o", Use::kWrites, &S::o},
 });
 
 template <class S>
@@ -81,6 +88,13 @@ inline constexpr auto kTensors<CombaBackward, S> = std::to_array<TensorField<S>>
 });
 
 template <class S>
+inline constexpr auto kTensors<CombaStep, S> = std::to_array<TensorField<S>>({
+    {"state", Use::kUpdates, &S::state},
+    {"state_indices", Use::kMayRead, &S::state_indices},
+    {"o", Use::kWrites, &S::o},
+});
+
+template <class S>
 inline constexpr auto kOptions<CombaOptions, S> = std::make_tuple(option("scale", &S::scale),
                                                                   option("chunk_size", &S::chunk_size),
                                                                   option("state_v_first", &S::state_v_first),
@@ -119,6 +133,13 @@ inline constexpr auto kTensors<DplrBackward, S> = std::to_array<TensorField<S>>(
     {"db", Use::kWrites, &S::db, "b"},
     {"dg", Use::kWrites, &S::dg, "g"},
     {"d_initial_state", Use::kWritesState, &S::d_initial_state, "initial_state"},
+});
+
+template <class S>
+inline constexpr auto kTensors<DplrStep, S> = std::to_array<TensorField<S>>({
+    {"state", Use::kUpdates, &S::state},
+    {"state_indices", Use::kMayRead, &S::state_indices},
+    {"o", Use::kWrites, &S::o},
 });
 
 template <class S>

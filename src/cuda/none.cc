@@ -38,6 +38,8 @@ template std::span<const Implementation<BlockProblem<L2NormForward>>> block_list
 template std::span<const Implementation<BlockProblem<L2NormBackward>>> block_list();
 template std::span<const Implementation<BlockProblem<GateActivationForward>>> block_list();
 template std::span<const Implementation<BlockProblem<GateActivationBackward>>> block_list();
+template std::span<const Implementation<BlockProblem<RmsNormForward>>> block_list();
+template std::span<const Implementation<BlockProblem<RmsNormBackward>>> block_list();
 
 std::span<const Implementation<TttLinearForwardProblem>> ttt_linear_forward_list() { return {}; }
 std::span<const Implementation<TttLinearBackwardProblem>> ttt_linear_backward_list() { return {}; }

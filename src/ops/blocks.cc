@@ -55,8 +55,8 @@ void check_sequences(const char* name, const TensorView& cu_seqlens, const Block
   const int64_t num_sequences = check::num_sequences(cu_seqlens, sizes.batch, sizes.tokens);
   // Blocks have no states; their multiply-adds per token and head are counted in 64 bits too.
   constexpr int64_t kNarrowest = 64, kWidest = int64_t{1} << 28;
-  check::scratch_extent(sizes.batch, sizes.tokens, num_sequences, sizes.num_value_heads,
-                        std::clamp(sizes.head_dim_k, kNarrowest, kWidest), name);
+  const int64_t width = std::clamp(sizes.head_dim_k, kNarrowest, kWidest);
+  check::scratch_extent(sizes.batch, sizes.tokens, num_sequences, sizes.num_value_heads, width * width, name);
 }
 
 // A gate of [B, T, HV] or [B, T, HV, K], with at least one head and channel; sets the sizes.
@@ -284,6 +284,41 @@ BlockSizes check_block(const GateActivationBackward& args) {
   return sizes;
 }
 
+void check_inputs(const RmsNormInputs& in, const RmsNormOptions& options) {
+  check::eps(options.eps);
+  if (options.activation != NormGate::kSilu && options.activation != NormGate::kSigmoid) {
+    invalid("activation", "silu (0) or sigmoid (1)", std::to_string(static_cast<int32_t>(options.activation)));
+  }
+  check_norm_rows("x", in.x);
+  if (in.gate.present()) check_input("gate", in.gate, shape_of(in.x));
+  if (in.weight.present()) check_input("weight", in.weight, {in.x.shape[static_cast<size_t>(in.x.rank - 1)]});
+}
+
+BlockSizes check_block(const RmsNormForward& args) {
+  check_inputs(args.in, args.options);
+  check_output_like("y", args.y, args.in.x);
+  return {};
+}
+
+BlockSizes check_block(const RmsNormBackward& args) {
+  check_inputs(args.in, args.options);
+  check_input("dy", args.dy, shape_of(args.in.x));
+  check_gradients(args);
+  return {};
+}
+
+// A norm in place writes over the x that it reads, element by element.
+template <class Args>
+std::vector<Argument> apart_in_memory(const Args&, const std::vector<Argument>& arguments) {
+  return arguments;
+}
+std::vector<Argument> apart_in_memory(const RmsNormForward& args, std::vector<Argument> arguments) {
+  const TensorView &x = args.in.x, &y = args.y;
+  const bool in_place = x.data == y.data && x.dtype == y.dtype && x.strides == y.strides;
+  if (in_place) std::erase_if(arguments, [&](const Argument& argument) { return argument.view == &x; });
+  return arguments;
+}
+
 // ---- The problem --------------------------------------------------------------------------------------------------
 
 // [B, T, HV] as [B, T, 1, HV].
@@ -349,7 +384,7 @@ std::string run(const char* entry, const Context& context, const Args& args) {
     check::views(arguments, context.device);
     BlockProblem<Args> problem;
     problem.sizes = check_block(args);
-    check::memory(arguments);
+    check::memory(apart_in_memory(args, arguments));
     if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context, arguments);
     problem.has_fp64 = check::any_fp64(arguments);
     problem.args = args;
@@ -402,6 +437,13 @@ std::string gate_activation_backward(const Context& context, const GateActivatio
   return run("gate_activation_backward", context, args);
 }
 
+std::string rms_norm_forward(const Context& context, const RmsNormForward& args) {
+  return run("rms_norm_forward", context, args);
+}
+std::string rms_norm_backward(const Context& context, const RmsNormBackward& args) {
+  return run("rms_norm_backward", context, args);
+}
+
 std::vector<ImplementationInfo> block_implementations(Block block) {
   switch (block) {
     case Block::kChunkLocalCumsum:
@@ -416,6 +458,8 @@ std::vector<ImplementationInfo> block_implementations(Block block) {
       return infos<L2NormForward, L2NormBackward>();
     case Block::kGateActivation:
       return infos<GateActivationForward, GateActivationBackward>();
+    case Block::kRmsNorm:
+      return infos<RmsNormForward, RmsNormBackward>();
   }
   return {};
 }

@@ -20,7 +20,7 @@ std::string comba_forward(const Context& context, const CombaForward& args) {
   DeltaRuleForward inner = common_forward(args, Gate::kPerHead);
   inner.in.beta = args.in.beta;
   inner.options.qk_l2norm = args.options.qk_l2norm;
-  return run_recurrence("comba_forward", context, inner, transition_of(args.in), cpu::related_forward_list());
+  return run_recurrence("comba_forward", context, inner, transition_of(args.in), cpu::delta_rule_forward_list());
 }
 
 std::string comba_backward(const Context& context, const CombaBackward& args) {
@@ -31,6 +31,13 @@ std::string comba_backward(const Context& context, const CombaBackward& args) {
   Transition transition = transition_of(args.in);
   transition.d_reader = args.dp;
   return run_recurrence("comba_backward", context, inner, transition, cpu::related_backward_list());
+}
+
+std::string comba_step(const Context& context, const CombaStep& args) {
+  DeltaRuleStep inner = common_step(args, Gate::kPerHead);
+  inner.in.beta = args.in.beta;
+  inner.options.qk_l2norm = args.options.qk_l2norm;
+  return run_recurrence("comba_step", context, inner, transition_of(args.in), cpu::delta_rule_step_list());
 }
 
 std::vector<ImplementationInfo> comba_implementations() { return related_implementations(); }

@@ -24,7 +24,7 @@ std::string dplr_forward(const Context& context, const DplrForward& args) {
   return entry_point("dplr_forward", [&] {
     check_gate(args.options.gate);
     return run_recurrence("dplr_forward", context, common_forward(args, args.options.gate), transition_of(args.in),
-                          cpu::related_forward_list());
+                          cpu::delta_rule_forward_list());
   });
 }
 
@@ -36,6 +36,14 @@ std::string dplr_backward(const Context& context, const DplrBackward& args) {
     transition.d_writer = args.db;
     return run_recurrence("dplr_backward", context, common_backward(args, args.options.gate), transition,
                           cpu::related_backward_list());
+  });
+}
+
+std::string dplr_step(const Context& context, const DplrStep& args) {
+  return entry_point("dplr_step", [&] {
+    check_gate(args.options.gate);
+    return run_recurrence("dplr_step", context, common_step(args, args.options.gate), transition_of(args.in),
+                          cpu::delta_rule_step_list());
   });
 }
 

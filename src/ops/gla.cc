@@ -33,7 +33,7 @@ std::string gla_forward(const Context& context, const GlaForward& args) {
   return entry_point("gla_forward", [&] {
     DeltaRuleForward inner = common_forward(args, args.options.gate);
     check_and_use_g_gamma(context, args.in, args.options.gate, inner.in);
-    return run_recurrence("gla_forward", context, inner, kTransition, cpu::related_forward_list());
+    return run_recurrence("gla_forward", context, inner, kTransition, cpu::delta_rule_forward_list());
   });
 }
 
@@ -43,6 +43,14 @@ std::string gla_backward(const Context& context, const GlaBackward& args) {
     check_and_use_g_gamma(context, args.in, args.options.gate, inner.in);
     if (args.in.g_gamma.present()) check::absent("dg", args.dg, "with g_gamma");
     return run_recurrence("gla_backward", context, inner, kTransition, cpu::related_backward_list());
+  });
+}
+
+std::string gla_step(const Context& context, const GlaStep& args) {
+  return entry_point("gla_step", [&] {
+    DeltaRuleStep inner = common_step(args, args.options.gate);
+    check_and_use_g_gamma(context, args.in, args.options.gate, inner.in);
+    return run_recurrence("gla_step", context, inner, kTransition, cpu::delta_rule_step_list());
   });
 }
 

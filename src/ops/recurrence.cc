@@ -21,7 +21,8 @@ using check::Argument;
 using check::invalid;
 using check::Shape;
 
-constexpr int64_t kMaxHeadDim = 256;
+// Value columns do not touch each other: what limits their number on the CPU is that sizes are products of them.
+constexpr int64_t kMaxHeadDim = 256, kMaxValueDim = int64_t{1} << 24;
 constexpr double kSafeLowerBound = -5;
 
 // ---- The tensors of a call -------------------------------------------------------------------------------
@@ -123,7 +124,8 @@ void check_qkv(const DeltaRuleInputs& in, Correction correction, DeltaRuleSizes&
   if (correction != Correction::kKey && sizes.num_value_heads != sizes.num_heads) {
     invalid("v", std::to_string(sizes.num_heads) + " heads as q", std::to_string(sizes.num_value_heads) + " heads");
   }
-  check::in_range("v: head width V", sizes.head_dim_v, 1, kMaxHeadDim);
+  const bool on_cpu = in.v.device.type == DeviceType::kCpu;
+  check::in_range("v: head width V", sizes.head_dim_v, 1, on_cpu ? kMaxValueDim : kMaxHeadDim);
   sizes.group = sizes.num_value_heads / sizes.num_heads;
 }
 
@@ -250,7 +252,8 @@ DeltaRuleSizes check_inputs(const DeltaRuleInputs& in, const DeltaRuleOptions& o
   check_qkv(in, transition.correction, sizes);
   check_transition(in, transition, sizes);
   check_sequences(in, options, sizes);
-  check::scratch_extent(sizes.batch, sizes.tokens, sizes.num_sequences, sizes.num_value_heads, kMaxHeadDim);
+  check::scratch_extent(sizes.batch, sizes.tokens, sizes.num_sequences, sizes.num_value_heads,
+                        kMaxHeadDim * std::max(kMaxHeadDim, sizes.head_dim_v));
   check_beta(in, options, transition.correction, sizes);
   check_gate(in, options, sizes);
   check_gate_parameters(in, options, sizes);
@@ -426,8 +429,7 @@ int64_t delta_rule_kept_words(const Context& context, const DeltaRuleOptions& op
 
 std::vector<ImplementationInfo> related_implementations() {
   std::vector<ImplementationInfo> infos;
-  append_infos(cpu::related_forward_list(), "forward", "cpu", infos);
-  append_infos(cpu::related_backward_list(), "backward", "cpu", infos);
+  append_infos(cpu::delta_rule_forward_list(), cpu::related_backward_list(), cpu::delta_rule_step_list(), "cpu", infos);
   return infos;
 }
 

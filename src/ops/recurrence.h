@@ -72,6 +72,17 @@ DeltaRuleBackward common_backward(const Args& args, Gate gate) {
   return inner;
 }
 
+template <class Args>
+DeltaRuleStep common_step(const Args& args, Gate gate) {
+  DeltaRuleStep inner;
+  inner.in = common_inputs(args);
+  inner.options = common_options(args, gate);
+  inner.state = args.state;
+  inner.state_indices = args.state_indices;
+  inner.o = args.o;
+  return inner;
+}
+
 // The lists of a related family.
 std::vector<ImplementationInfo> related_implementations();
 

@@ -50,7 +50,7 @@ ShortConvSizes check_inputs(const ShortConvInputs& in) {
     check::shape("bias", in.bias, {sizes.channels});
   }
   sizes.num_sequences = check::num_sequences(in.cu_seqlens, sizes.batch, sizes.tokens);
-  check::scratch_extent(sizes.batch, sizes.tokens, sizes.num_sequences, sizes.channels, kMaxWidth, "x");
+  check::scratch_extent(sizes.batch, sizes.tokens, sizes.num_sequences, sizes.channels, kMaxWidth * kMaxWidth, "x");
   return sizes;
 }
 

@@ -58,7 +58,7 @@ void check_qkv(const TttLinearInputs& in, TttLinearSizes& sizes) {
 // Sets N.
 void check_sequences(const TttLinearInputs& in, TttLinearSizes& sizes) {
   sizes.num_sequences = check::num_sequences(in.cu_seqlens, sizes.batch, sizes.tokens);
-  check::scratch_extent(sizes.batch, sizes.tokens, sizes.num_sequences, sizes.num_heads, kMaxHeadDim);
+  check::scratch_extent(sizes.batch, sizes.tokens, sizes.num_sequences, sizes.num_heads, kMaxHeadDim * kMaxHeadDim);
 }
 
 void check_norm_and_eta(const TttLinearInputs& in, const TttLinearSizes& sizes) {

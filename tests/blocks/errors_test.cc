@@ -147,7 +147,56 @@ TEST(BlockErrors, GateActivation) {
   for (double value : g.values()) ASSERT_TRUE(std::isnan(value));
 }
 
+TEST(BlockErrors, RmsNorm) {
+  expect_invalid({small(Block::kRmsNorm)},
+                 Rows{
+                     {"no x", "x: expected a tensor, got none", absent("x")},
+                     {"gate narrow", "gate: expected shape [2, 20, 2, 8], got [2, 20, 2, 7]", extent("gate", 3, 7)},
+                     {"weight long", "weight: expected shape [8], got [9]", as_input("weight", kF32, {9})},
+                     {"y of fp16", "y: expected type fp32, got fp16", typed("y", DType::kF16), kOnlyForward},
+                     {"no dy", "dy: expected a tensor, got none", absent("dy"), kOnlyBackward},
+                     {"no gate", "dgate: expected none without gate, got a tensor", absent("gate"), kOnlyBackward},
+                     {"no weight", "dweight: expected none without weight", absent("weight"), kOnlyBackward},
+                     {"y over gate", "y: expected memory apart from gate", in_memory_of("y", "gate"), kOnlyForward},
+                     {"dx over x", "dx: expected memory apart from x", in_memory_of("dx", "x"), kOnlyBackward},
+                 });
+  const Tensor x(kF32, {3, 20});
+  Tensor y = support::poisoned(kF32, {3, 20});
+  for (const auto& [eps, activation, text] :
+       {std::tuple(0.0, NormGate::kSilu, "eps: expected a finite number above 0"),
+        {1e-5, static_cast<NormGate>(7), "activation: expected silu (0) or sigmoid (1), got 7"}}) {
+    try {
+      rms_norm_forward({}, {{x.view(), {}, {}}, {eps, activation}, y.view()});
+      ADD_FAILURE() << "accepted";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+    }
+  }
+  for (double value : y.values()) ASSERT_TRUE(std::isnan(value));
+}
+
 // Unusual and valid -------------------------------------------------------------------------------------------------
+
+// y in the memory of x has the bits that it has elsewhere, whatever the width and the strides.
+TEST(BlockValid, RmsNormInPlace) {
+  for (DType dtype : {kF32, DType::kBF16, DType::kF64}) {
+    for (int64_t width : {5, 128, 700}) {
+      BlockSpec spec = with_heads(spec_of(Block::kRmsNorm, 30), 2, 2, width);
+      spec.dtype = dtype;
+      for (const std::string& name : implementations(Block::kRmsNorm, Mode::kForward)) {
+        BlockCase problem = support::draw(spec, 12);
+        const auto expected =
+            unless_declined(Mode::kForward, name, [&] { return support::forward(problem, context_for(name)); });
+        if (!expected) continue;
+        BlockResults results = support::outputs_of(Mode::kForward, problem);
+        const support::Call call = call_of(Mode::kForward, problem, results);
+        call["y"] = call["x"];
+        call.run(context_for(name));
+        EXPECT_TRUE(support::same_bits(problem.x, expected->y)) << name << " " << describe(spec);
+      }
+    }
+  }
+}
 
 // The smallest eps is one in fp32, too: a row of zeros stays one.
 TEST(BlockValid, SmallestEps) {

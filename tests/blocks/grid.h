@@ -39,7 +39,7 @@ inline BlockSpec with_heads(BlockSpec spec, int64_t H, int64_t HV, int64_t K = 1
 }
 
 inline std::vector<Gate> gates_of(Block block) {
-  if (block == Block::kL2Norm || block == Block::kSolveTril) return {Gate::kPerHead};
+  if (block == Block::kL2Norm || block == Block::kRmsNorm || block == Block::kSolveTril) return {Gate::kPerHead};
   if (block == Block::kChunkLocalCumsum || block == Block::kGateActivation) return {Gate::kPerHead, Gate::kPerChannel};
   return {Gate::kNone, Gate::kPerHead, Gate::kPerChannel};
 }
@@ -97,7 +97,14 @@ class BlockGrid : public GridOf<BlockCase> {
     for (double scale : {30.0, 3000.0}) {
       BlockSpec strong = spec(70, 64);
       strong.gate_scale = scale;
-      if (block_ != Block::kL2Norm) add("strong_gates", strong, {scale});
+      if (block_ != Block::kL2Norm && block_ != Block::kRmsNorm) add("strong_gates", strong, {scale});
+    }
+    for (int which = 0; which < 4 && block_ == Block::kRmsNorm; ++which) {
+      BlockSpec norm = with_heads(spec(70, 64), 2, 2, 300);
+      norm.gated = which != 0;
+      norm.weight = which != 1;
+      norm.sigmoid = which == 2;
+      add("norm", norm, {double(which)});
     }
     if (block_ != Block::kGateActivation) return;
     one.C = 0;  // no sum

@@ -20,9 +20,10 @@ enum { T = 3, H = 2, K = 4, V = 3, KEYS = T * H * K, VALUES = T * H * V };
 
 static const float kPoison = 77.0f;
 static const int64_t kKeyShape[4] = {1, T, H, K}, kValueShape[4] = {1, T, H, V}, kGateShape[3] = {1, T, H};
-static const int64_t kHeadShape[1] = {H};
+static const int64_t kHeadShape[1] = {H}, kStateShape[4] = {1, H, K, V};
 
 static float q[KEYS], k[KEYS], p[KEYS], a[KEYS], v[VALUES], g[T * H], g_gamma[H], beta[T * H], o[VALUES], dq[KEYS];
+static float slots[H * K * V];
 
 static void fill(void) {
   for (int i = 0; i < KEYS; ++i) {
@@ -40,6 +41,7 @@ static void fill(void) {
     g[i] = -0.1f * (float)(i % 3);
     beta[i] = 0.5f;
   }
+  memset(slots, 0, sizeof slots);
   for (int i = 0; i < H; ++i) g_gamma[i] = -0.2f * (float)(i + 1);
 }
 
@@ -76,6 +78,7 @@ static int is_expected(enum family family) {
     fw_##family##_inputs inputs;                                                                        \
     fw_##family##_forward_args forward;                                                                 \
     fw_##family##_backward_args backward;                                                               \
+    fw_##family##_step_args step;                                                                       \
     const char* name = NULL;                                                                            \
     fill();                                                                                             \
     fw_context_init(&context);                                                                          \
@@ -83,6 +86,7 @@ static int is_expected(enum family family) {
     fw_##family##_inputs_init(&inputs);                                                                 \
     fw_##family##_forward_args_init(&forward);                                                          \
     fw_##family##_backward_args_init(&backward);                                                        \
+    fw_##family##_step_args_init(&step);                                                                \
     inputs.q = fw_tensor_dense(q, FW_F32, 4, kKeyShape);                                                \
     inputs.k = fw_tensor_dense(k, FW_F32, 4, kKeyShape);                                                \
     inputs.v = fw_tensor_dense(v, FW_F32, 4, kValueShape);                                              \
@@ -92,12 +96,19 @@ static int is_expected(enum family family) {
     forward.o = fw_tensor_dense(o, FW_F32, 4, kValueShape);                                             \
     backward.d_o = fw_tensor_dense(v, FW_F32, 4, kValueShape);                                          \
     backward.dq = fw_tensor_dense(dq, FW_F32, 4, kKeyShape);                                            \
+    step.inputs = &inputs;                                                                              \
+    step.options = &options;                                                                            \
+    step.state = fw_tensor_dense(slots, FW_F32, 4, kStateShape);                                        \
+    step.o = fw_tensor_dense(o, FW_F32, 4, kValueShape);                                                \
                                                                                                         \
     CHECK(fw_##family##_forward(&context, &forward, &name) == FW_OK);                                   \
-    CHECK(name != NULL && strcmp(name, "chunk") == 0);                                                  \
+    CHECK(name != NULL && strcmp(name, "recurrent") == 0);                                              \
     CHECK(is_expected(FAMILY));                                                                         \
     CHECK(fw_##family##_backward(&context, &backward, NULL) == FW_OK);                                  \
     CHECK(dq[0] != kPoison);                                                                            \
+    memset(o, 0, sizeof o);                                                                             \
+    CHECK(fw_##family##_step(&context, &step, &name) == FW_OK && strcmp(name, "recurrent") == 0);       \
+    CHECK(is_expected(FAMILY) && slots[V + 1] != 0);                                                    \
     context.implementation = "reference";                                                               \
     CHECK(fw_##family##_forward(&context, &forward, &name) == FW_OK && strcmp(name, "reference") == 0); \
     CHECK(is_expected(FAMILY));                                                                         \
@@ -107,6 +118,7 @@ static int is_expected(enum family family) {
     CHECK(fw_##family##_forward(&context, &forward, NULL) == FW_INVALID_ARGUMENT);                      \
     CHECK(strcmp(fw_last_error(), "k: expected shape [1, 3, 2, 4], got [1, 3, 2, 3]") == 0);            \
     CHECK(fw_##family##_backward(&context, &backward, NULL) == FW_INVALID_ARGUMENT);                    \
+    CHECK(fw_##family##_step(&context, &step, NULL) == FW_INVALID_ARGUMENT);                            \
     inputs.struct_size = 0;                                                                             \
     CHECK(fw_##family##_forward(&context, &forward, NULL) == FW_INVALID_ARGUMENT);                      \
     CHECK(strstr(fw_last_error(), "inputs: expected struct_size") != NULL);                             \
@@ -119,6 +131,7 @@ static int is_expected(enum family family) {
     fw_##family##_inputs_init(NULL);                                                                    \
     fw_##family##_forward_args_init(NULL);                                                              \
     fw_##family##_backward_args_init(NULL);                                                             \
+    fw_##family##_step_args_init(NULL);                                                                 \
   }
 
 TEST_FAMILY(gla, GLA, {

@@ -86,7 +86,7 @@ TEST_F(Tool, InfoListsTheImplementations) {
   EXPECT_EQ(json.at("devices").at(0), "cpu");
   for (const char* op : {"linear_attention", "simple_gla", "gla", "comba", "iplr", "dplr"}) {
     EXPECT_EQ(json.at("implementations").at(op).at("bwd"), nlohmann::json({"chunk", "reference"}));
-    EXPECT_FALSE(json.at("implementations").at(op).contains("step"));
+    EXPECT_EQ(json.at("implementations").at(op).at("step"), nlohmann::json({"recurrent", "reference"}));
   }
   const std::string help = run("bench --help").output;
   for (const auto& [op, modes] : json.at("implementations").items()) EXPECT_TRUE(contains(help, op)) << op;
@@ -185,7 +185,7 @@ TEST_F(Tool, BenchMeasuresRelatedOperators) {
   const fs::path json_path = folder_ / "out.json";
   const Outcome bench = run(
       "bench --threads 1 --min-time 0 --repeat 1 --op linear_attention,simple_gla,gla,comba,iplr,dplr --saved-states"
-      " --shape T=100,H=2,K=16,V=8 --varlen 3 --json " +
+      " --impl chunk --shape T=100,H=2,K=16,V=8 --varlen 3 --json " +
       json_path.string());
   ASSERT_EQ(bench.exit_code, 0) << bench.output;
   const auto records = nlohmann::json::parse(read_text(json_path));
@@ -197,12 +197,12 @@ TEST_F(Tool, BenchMeasuresRelatedOperators) {
 
 TEST_F(Tool, BenchMeasuresBlocks) {
   const fs::path json_path = folder_ / "out.json";
-  const std::string blocks = "chunk_local_cumsum,scaled_dot_kkt,solve_tril,wy,l2norm,gate_activation";
+  const std::string blocks = "chunk_local_cumsum,scaled_dot_kkt,solve_tril,wy,l2norm,gate_activation,rms_norm";
   const Outcome bench = run("bench --threads 1 --min-time 0 --repeat 1 --op " + blocks +
                             " --shape T=100,H=1,HV=2,K=16,V=8 --varlen 3 --json " + json_path.string());
   ASSERT_EQ(bench.exit_code, 0) << bench.output;
   const auto records = nlohmann::json::parse(read_text(json_path));
-  EXPECT_EQ(records.size(), 11U);  // chunk_local_cumsum is its own adjoint
+  EXPECT_EQ(records.size(), 13U);  // chunk_local_cumsum is its own adjoint
   for (const auto& record : records) {
     EXPECT_EQ(record.at("impl"), "simd");
     EXPECT_EQ(record.at("C"), 64);

@@ -26,7 +26,7 @@ INSTANTIATE_TEST_SUITE_P(All, CudaBlocks, ::testing::ValuesIn(kBlocks),
                          [](const auto& param) { return name_of(param.param); });
 
 TEST_P(CudaBlocks, GraphReplaysWithOtherLengths) {
-  if (GetParam() == Block::kL2Norm) GTEST_SKIP() << "knows no sequences";
+  if (GetParam() == Block::kL2Norm || GetParam() == Block::kRmsNorm) GTEST_SKIP() << "knows no sequences";
   for (Gate gate : gates()) {
     const BlockSpec spec = with_lengths(spec_of(GetParam(), 0, 16, gate), {30, 30, 15, 15});
     expect_replays_with_other_lengths(
@@ -59,7 +59,7 @@ TEST_P(CudaBlocks, MoreThan65535SequencesOrHeads) {
 }
 
 TEST_P(CudaBlocks, MalformedOffsetsStayInside) {
-  if (GetParam() == Block::kL2Norm) GTEST_SKIP() << "knows no sequences";
+  if (GetParam() == Block::kL2Norm || GetParam() == Block::kRmsNorm) GTEST_SKIP() << "knows no sequences";
   for (Gate gate : gates()) {
     expect_malformed_offsets_stay_inside(draw(with_lengths(spec_of(GetParam(), 0, 16, gate), {20, 20, 29}), 6));
   }
@@ -67,7 +67,7 @@ TEST_P(CudaBlocks, MalformedOffsetsStayInside) {
 
 // Activations, sums and norms of what is not a number are none either, in the forms of every width.
 TEST(CudaBlockValues, WhatIsNotANumberStays) {
-  for (Block block : {Block::kChunkLocalCumsum, Block::kGateActivation, Block::kL2Norm}) {
+  for (Block block : {Block::kChunkLocalCumsum, Block::kGateActivation, Block::kL2Norm, Block::kRmsNorm}) {
     for (bool lower_bound : {false, true}) {
       for (int64_t K : {5, 256}) {
         BlockSpec spec = spec_of(block, 20, 16, Gate::kPerChannel);

@@ -120,6 +120,18 @@ TEST_P(Calls, StatesOfStepsInBf16) {
   }
 }
 
+TEST_P(Calls, WideValues) {
+  for (int64_t V : first<int64_t>({300, 257, 512, 1100}, 1)) {
+    const DeltaRuleSpec one = with_heads(spec(37, 24, V), 1, 2);
+    if (device().type == DeviceType::kCpu) {
+      check(draw(one, 72));
+      check(draw(with_lengths(one, {5, 0, 20, 40}), 72));
+    } else {
+      EXPECT_THROW(support::forward(draw(one, 72), context_for("")), Error);
+    }
+  }
+}
+
 // The tokens in one pass, and as a prefill followed by one step per token.
 TEST_P(Calls, PrefillThenSteps) {
   const DeltaRuleSpec one = with_batch(with_heads(spec(69, 20, 36), 1, 2), 2);

@@ -88,3 +88,31 @@ def ttt_linear(q, k, v, w, b, eta, initial_state=None, initial_state_bias=None, 
         biases.append(c)
     o = torch.cat(outputs, 1) if outputs else torch.zeros_like(q)
     return o, torch.cat(states), torch.cat(biases)
+
+
+def related(q, k, v, g=None, p=None, a=None, b=None, beta=None, initial_state=None, scale=None, cu_seqlens=None,
+            correction=None):  # fmt: skip
+    """(o, final state) of linear attention, simple GLA and GLA, of Comba ("feedback"), IPLR and DPLR ("low_rank")."""
+    B, T, H, K = q.shape
+    V = v.shape[-1]
+    scale = K**-0.5 if scale is None else scale
+    decay = None if g is None else (g if g.dim() == 4 else g.unsqueeze(-1)).exp().unsqueeze(-1)
+    outputs, states = [], []
+    for n, (rows, tokens) in enumerate(_sequences(T, cu_seqlens)):
+        if initial_state is None:
+            S = v.new_zeros(B, H, K, V)
+        else:
+            S = initial_state if cu_seqlens is None else initial_state[n : n + 1]
+        for t in range(tokens.start, tokens.stop):
+            u = v[rows, t]
+            if correction == "feedback":
+                u = beta[rows, t].unsqueeze(-1) * (u - torch.einsum("bhk,bhkv->bhv", p[rows, t], S))
+            new = torch.einsum("bhk,bhv->bhkv", k[rows, t], u)
+            if correction == "low_rank":
+                read = torch.einsum("bhk,bhkv->bhv", a[rows, t], S)
+                new = new + torch.einsum("bhk,bhv->bhkv", b[rows, t], read)
+            S = (S if decay is None else decay[rows, t] * S) + new
+            outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[rows, t], S))
+        states.append(S)
+    o = torch.stack(outputs, 1) if outputs else v.new_zeros(B, 0, H, V)
+    return o, torch.cat(states)

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import fastweight
+import naive
+from fastweight import _accelerate
 
 transformers = pytest.importorskip("transformers")
 
@@ -125,6 +127,17 @@ def calls(monkeypatch):
     return counts
 
 
+def exact_rule(query, key, value, g, beta, *arguments, **options):
+    """The recurrence token by token in fp64. transformers' own chunks lose digits in the gradients."""
+    assert not arguments
+    assert options.get("initial_state") is None
+    tensors = {"q": query, "k": key, "v": value, "g": g, "beta": beta}
+    o, state = naive.delta_rule(
+        **{name: x.double() for name, x in tensors.items()}, l2norm=options.get("use_qk_l2norm_in_kernel", False)
+    )
+    return o.to(query.dtype), state.float()
+
+
 def test_same_logits_and_gradients(model, monkeypatch):
     counts = calls(monkeypatch)
     ids = tokens(2, 70)
@@ -135,18 +148,27 @@ def test_same_logits_and_gradients(model, monkeypatch):
         output.loss.backward()
         return output.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
-    logits, gradients = run()
+    module = sys.modules[type(model).__module__]
+    with monkeypatch.context() as patch:
+        replaced = [name for name in _accelerate._TRANSFORMERS_RULES if hasattr(module, name)]
+        for name in replaced:
+            patch.setattr(module, name, exact_rule)
+        assert replaced
+        logits, gradients = run()
     assert counts.delta_rule == counts.short_conv == 0
     assert fastweight.accelerate()
     other_logits, other_gradients = run()
     linear = sum("linear" in kind for kind in model.config.layer_types)
     assert linear > 0
     assert counts.delta_rule == counts.short_conv == linear
-    torch.testing.assert_close(other_logits, logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(other_logits, logits, rtol=1e-3, atol=1e-4)
     assert other_gradients.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        error = (other_gradients[name] - gradient).norm() / (gradient.norm() + 1e-6)
-        assert error < 2e-3, f"{name}: {error}"
+    errors = {
+        name: float((other_gradients[name] - gradient).norm() / (gradient.norm() + 1e-6))
+        for name, gradient in gradients.items()
+    }
+    worst = max(errors, key=errors.get)
+    assert errors[worst] < 2e-4, f"{worst}: {errors[worst]}"
 
 
 def test_same_generation(model, monkeypatch):
@@ -232,7 +254,7 @@ def test_what_ours_do_not_take_goes_to_the_original():
     module = sys.modules[type(model).__module__]
     x, weight = torch.randn(1, 8, 5), torch.randn(8, 20)
     expected = module.causal_conv1d_fn(x, weight, activation="gelu"), module.causal_conv1d_fn(x, weight)
-    q, v = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 300)
+    q, v = torch.randn(1, 5, 2, 300), torch.randn(1, 5, 2, 8)
     g = beta = torch.rand(1, 5, 2)
     wide, _ = module.torch_chunk_gated_delta_rule(q, q, v, -g, beta)
     fastweight.accelerate()
@@ -245,8 +267,6 @@ def test_what_ours_do_not_take_goes_to_the_original():
 
 
 def test_where_there_is_no_forward(monkeypatch):
-    from fastweight import _accelerate
-
     for key in list(_accelerate._DEVICES):
         monkeypatch.setitem(_accelerate._DEVICES, key, frozenset())
     counts = calls(monkeypatch)

@@ -366,9 +366,18 @@ def test_bad_calls():
         layer(x, attention_mask=torch.ones(2, 4))
     with pytest.raises(ValueError, match="cu_seqlens: expected a batch of 1, got 2"):
         layer(x, cu_seqlens=torch.tensor([0, 2, 5]))
-    with pytest.raises(ValueError, match="past_key_values: expected a cache with use_cache"):
-        layer(x, use_cache=True)
     with pytest.raises(ValueError, match="layer_idx: expected an index of this GatedDeltaNet in the cache, got None"):
         gated_delta_net(layer_idx=None)(x, past_key_values=Cache())
-    with pytest.raises(ValueError, match="mode: expected chunk in training"):
-        gated_delta_net(mode="fused_recurrent").train()(x)
+
+
+def test_what_fla_accepts():
+    layer = gated_delta_net(some_option_of_fla=1)
+    x = torch.randn(2, 5, HIDDEN)
+    y, _, cache = layer(x, use_cache=True, some_argument_of_fla=1)
+    assert cache is None
+    assert torch.equal(layer(x)[0], y)
+    recurrent = gated_delta_net(mode="fused_recurrent").train()
+    recurrent.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(recurrent(x)[0], layer.train()(x)[0])
+    recurrent(x)[0].sum().backward()
+    assert recurrent.q_proj.weight.grad.abs().sum() > 0

@@ -129,8 +129,8 @@ def test_operator_registration():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"weight": torch.ones(7, 4)}, ValueError, r"w: expected shape \[8, 4\], got \[7, 4\]"),
-        ({"weight": torch.ones(8, 17)}, ValueError, "w: width W"),
+        ({"weight": torch.ones(7, 4)}, ValueError, r"weight: expected shape \[8, 4\], got \[7, 4\]"),
+        ({"weight": torch.ones(8, 17)}, ValueError, "weight: width W"),
         ({"bias": torch.ones(7)}, ValueError, r"bias: expected shape \[8\]"),
         ({"activation": "relu"}, AssertionError, "activation: expected silu, swish or None, got 'relu'"),
         ({"cu_seqlens": torch.tensor([0, 3, 5])}, ValueError, "cu_seqlens: expected a batch of 1"),
@@ -151,5 +151,24 @@ def test_a_step_has_no_gradient():
     weight = torch.ones(8, 4, requires_grad=True)
     with pytest.raises(NotImplementedError, match="no gradient"):
         causal_conv1d_update(torch.ones(2, 1, 8), torch.zeros(2, 8, 4), weight=weight)
-    with pytest.raises(ValueError, match="weight: expected a tensor"):
-        causal_conv1d_update(torch.ones(2, 1, 8), torch.zeros(2, 8, 4))
+
+
+def test_shapes_of_fla():
+    """Heads that are not flattened, no weight, one token for each sequence in a row."""
+    x, weight = torch.randn(2, 5, 2, 4), torch.randn(8, 4)
+    y, _ = causal_conv1d(x, weight)
+    assert torch.equal(y.flatten(2), causal_conv1d(x.flatten(2), weight)[0])
+    state = torch.randn(2, 8, 4)
+    y, _ = causal_conv1d(x, initial_state=state)
+    torch.testing.assert_close(y.flatten(2), causal_conv1d(x.flatten(2), torch.ones(8, 4), initial_state=state)[0])
+    with pytest.raises(ValueError, match="weight: expected a tensor without initial_state"):
+        causal_conv1d(x)
+    caches = [torch.zeros(5, 8, 4) for _ in range(3)]
+    expected, _ = causal_conv1d_update(x[0].flatten(1), caches[0], weight=weight)
+    assert torch.equal(causal_conv1d_update(x[:1].flatten(2), caches[1], weight=weight)[0][0], expected)
+    assert torch.equal(causal_conv1d_update(x[:1], caches[2], weight=weight)[0].flatten(2)[0], expected)
+    assert torch.equal(caches[0], caches[1])
+    assert torch.equal(caches[0], caches[2])
+    ones, none = torch.zeros(2, 2, 8, 4).unbind()
+    expected, _ = causal_conv1d_update(x[:, 0].flatten(1), ones, weight=torch.ones(8, 4))
+    assert torch.equal(causal_conv1d_update(x[:, 0].flatten(1), none)[0], expected)

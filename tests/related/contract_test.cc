@@ -36,6 +36,13 @@ TEST_P(Contract, SameBitsAloneAndInABatch) {
   }
 }
 
+TEST_P(Contract, SameBitsInSlots) {
+  for (const RelatedSpec& spec : specs(GetParam(), 3)) {
+    expect_same_in_slots(draw(with_batch(spec, 4), 88));
+    expect_same_in_slots(draw(with_lengths(spec, {2, 1, 17, 5}), 88));
+  }
+}
+
 // Whatever a token holds, the tokens before it do not see it; in the backward, those after it do not see its gradient.
 TEST_P(Contract, SameBitsBeforeWhatIsNotANumber) {
   using C = RelatedCase;
@@ -45,6 +52,7 @@ TEST_P(Contract, SameBitsBeforeWhatIsNotANumber) {
     for (int64_t token : first<int64_t>({25, 72, 47, 16}, 1)) {
       expect_not_reached(Mode::kForward, problem, {&C::q, &C::k, &C::v, &C::p, &C::a, &C::b, &C::beta}, token, 0,
                          token);
+      expect_not_reached(Mode::kStep, problem, {&C::q, &C::k, &C::v, &C::p, &C::a, &C::b, &C::beta}, token, 0, token);
       expect_not_reached(Mode::kBackward, problem, {&C::v}, token, 0, token);
       expect_not_reached(Mode::kBackward, problem, {&C::d_o, &C::q}, token, token + 1, kTokens);
     }

@@ -80,6 +80,11 @@ TEST(Identities, ConstantDecay) {
   for (int64_t i = 0; i < spread.g.size(); ++i) spread.g.set(i, constant.g_gamma[i % spec.H]);
   for (const std::string& name : implementations(spec.op, Mode::kForward)) {
     expect_same_bits(support::forward(constant, context_for(name)), support::forward(spread, context_for(name)), name);
+  }
+  for (const std::string& name : implementations(spec.op, Mode::kStep)) {
+    expect_same_bits(support::step(constant, context_for(name)), support::step(spread, context_for(name)), name);
+  }
+  for (const std::string& name : implementations(spec.op, Mode::kBackward)) {
     RelatedResults expected = support::backward(spread, context_for(name));
     expected.dg = {};
     expect_same_bits(support::backward(constant, context_for(name)), expected, name);

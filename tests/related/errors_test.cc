@@ -52,10 +52,13 @@ TEST(RelatedErrors, Messages) {
           {"k of bf16", "k: expected type fp32, got bf16", typed("k", DType::kBF16)},
           {"v of 4 heads", "v: expected 2 heads as q, got 4 heads", as_input("v", DType::kF32, {2, 5, 4, 3})},
           {"v of 1 head", "v: expected a positive multiple of the 2 heads of q, got 1 heads", extent("v", 2, 1)},
-          {"state", "initial_state: expected shape [2, 2, 8, 6], got [2, 2, 8, 5]", extent("initial_state", 3, 5)},
+          {"initial state", "initial_state: expected shape [2, 2, 8, 6], got [2, 2, 8, 5]",
+           extent("initial_state", 3, 5), kWithInitialState},
           {"scale", "scale: expected a finite number, got nan", with_spec([](auto& spec) { spec.scale = kNaN; })},
           {"chunks", "chunk_size: expected 16, 32 or 64, got 48", with_spec([](auto& spec) { spec.chunk_size = 48; })},
-          {"o absent", "o: expected a tensor, got none", absent("o"), kOnlyForward},
+          {"o absent", "o: expected a tensor, got none", absent("o"), kWithOutput},
+          {"state absent", "state: expected a tensor, got none", absent("state"), kOnlyStep},
+          {"state narrow", "state: expected shape [5, 2, 8, 6], got [5, 2, 8, 5]", extent("state", 3, 5), kOnlyStep},
           {"dq over dk", "dq: expected memory apart from dk" + overlap, in_memory_of("dk", "dq"), kOnlyBackward},
 
           {"g absent", "g: expected a tensor, got none", absent("g"), kAllModes, gated},
@@ -92,6 +95,7 @@ TEST(RelatedErrors, EveryView) {
 }
 
 TEST(RelatedErrors, Contexts) { expect_invalid(all_small(), malformed_contexts<RelatedCase>("q")); }
+TEST(RelatedErrors, StateIndices) { expect_invalid(all_small(), malformed_slots<RelatedCase>()); }
 TEST(RelatedErrors, Sequences) { expect_invalid(all_packed(), malformed_sequences<RelatedCase>()); }
 
 TEST(RelatedErrors, LowRankHasNoGatePerHead) {
@@ -123,8 +127,15 @@ TEST(RelatedValidCalls, Empty) {
         const RelatedCase problem = support::draw(spec, 4);
         const RelatedResults results = support::forward(problem, context_for(name), true);
         EXPECT_EQ(results.final_state.values(), problem.initial_state.values()) << name;
+      }
+      for (const std::string& name : implementations(op, Mode::kBackward)) {
+        const RelatedCase problem = support::draw(spec, 4);
         const RelatedResults gradients = support::backward(problem, context_for(name));
         EXPECT_EQ(gradients.d_initial_state.values(), problem.d_final_state.values()) << name;
+      }
+      for (const std::string& name : implementations(op, Mode::kStep)) {
+        const RelatedCase problem = support::draw(spec, 4);
+        EXPECT_EQ(support::step(problem, context_for(name)).final_state.values(), problem.initial_state.values());
       }
     }
     const RelatedSpec nobody = with_batch(spec_of(op, 5, 8, 6, 2), 0);
@@ -136,7 +147,7 @@ TEST(RelatedValidCalls, Empty) {
 
 TEST(RelatedImplementations, ListsEndWithTheReference) {
   for (RelatedOp op : kRelatedOps) {
-    for (Mode mode : {Mode::kForward, Mode::kBackward}) {
+    for (Mode mode : kModes) {
       EXPECT_EQ(implementations(op, mode).back(), "reference") << name_of(op) << " " << name_of(mode);
     }
   }

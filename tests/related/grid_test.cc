@@ -20,6 +20,10 @@ TEST_P(Calls, BroadcastInputs) {
   expect_same_when_broadcast(draw(with_batch(spec_of(GetParam(), 69, 20, 36, 2), 2), 38));
 }
 
+TEST_P(Calls, WideValues) {
+  for (int64_t V : first<int64_t>({300, 512}, 1)) check(draw(spec_of(GetParam(), 37, 24, V, 2), 72));
+}
+
 TEST_P(Calls, EachOutputAlone) {
   RelatedSpec spec = spec_of(GetParam(), 130, 20, 36, 2);
   expect_same_alone_among_outputs(Mode::kForward, draw(spec, 39), "o");

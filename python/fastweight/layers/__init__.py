@@ -1,12 +1,12 @@
 """Token mixers over the operators. DeltaNet, GatedDeltaNet and KimiDeltaAttention have the parameters of
 flash-linear-attention's layers: its checkpoints load."""
 
+from ..modules import FusedRMSNormGated as RMSNormGated
+from ..modules import RMSNorm, ShortConvolution
 from .cache import Cache
-from .conv import ShortConvolution
 from .delta_net import DeltaNet
-from .gated_delta_net import GatedDeltaNet
+from .gated_deltanet import GatedDeltaNet
 from .kda import KimiDeltaAttention
-from .norm import RMSNorm, RMSNormGated
 from .ttt_linear import TTTLinear
 
 __all__ = [

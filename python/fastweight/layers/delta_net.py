@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from .. import ops
+from ..modules import FusedRMSNormGated, RMSNorm
 from .mixer import TokenMixer, heads, in_place, warn_without_convolution
-from .norm import RMSNorm, RMSNormGated
 
 _ACTIVATIONS = {"silu": None, "relu": torch.relu, "elu": lambda x: F.elu(x) + 1, "identity": None}
 _NORMS = ("l2", "sum")
@@ -32,6 +34,7 @@ class DeltaNet(TokenMixer):
         qk_activation: of q and k: `silu`, `relu`, `elu` (+ 1) or `identity`.
         qk_norm: of q and k: `l2`, or `sum`, which divides by the sum of the channels.
         norm_eps: of the output norm.
+        kwargs: accepted and ignored, as in fla.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class DeltaNet(TokenMixer):
         qk_activation: str = "silu",
         qk_norm: str = "l2",
         norm_eps: float = 1e-5,
+        **kwargs: Any,
     ) -> None:
         hidden_size = hidden_size if d_model is None else d_model
         super().__init__(hidden_size, layer_idx, mode)
@@ -89,9 +93,9 @@ class DeltaNet(TokenMixer):
             warn_without_convolution()
         if use_gate:
             self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
-            self.o_norm = RMSNormGated(self.head_v_dim, norm_eps)
+            self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=norm_eps)
         else:
-            self.o_norm = RMSNorm(self.head_v_dim, norm_eps, dtype=torch.float32)
+            self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=torch.float32)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
 
     def _mix(self, x, entry, keep_state, cu_seqlens, recurrent):

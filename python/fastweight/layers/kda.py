@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from .. import ops
+from ..modules import FusedRMSNormGated
 from .mixer import (
     TokenMixer,
     gate_parameter,
@@ -16,7 +19,6 @@ from .mixer import (
     value_width,
     warn_without_convolution,
 )
-from .norm import RMSNormGated
 
 
 class KimiDeltaAttention(TokenMixer):
@@ -37,6 +39,7 @@ class KimiDeltaAttention(TokenMixer):
         lower_bound: the decays' logarithms are `lower_bound * sigmoid(exp(A_log) * (f_proj(x) + dt_bias))` instead.
         layer_idx: the index of this layer in a cache.
         norm_eps: of the output norm.
+        kwargs: accepted and ignored, as in fla.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class KimiDeltaAttention(TokenMixer):
         conv_bias: bool = False,
         layer_idx: int | None = None,
         norm_eps: float = 1e-5,
+        **kwargs: Any,
     ) -> None:
         super().__init__(hidden_size, layer_idx, mode)
         if lower_bound is not None and not lower_bound < 0:
@@ -93,7 +97,7 @@ class KimiDeltaAttention(TokenMixer):
         self.g_proj = nn.Sequential(
             nn.Linear(hidden_size, self.head_v_dim, bias=False), nn.Linear(self.head_v_dim, self.value_dim)
         )
-        self.o_norm = RMSNormGated(self.head_v_dim, norm_eps, activation="sigmoid")
+        self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=norm_eps, activation="sigmoid")
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
 
     def _mix(self, x, entry, keep_state, cu_seqlens, recurrent):

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..modules import ShortConvolution
 from .cache import Cache
-from .conv import ShortConvolution
 
 # Up to this many tokens a call in evaluation takes the recurrent form.
 RECURRENT_TOKENS = 64
@@ -38,6 +38,7 @@ class TokenMixer(nn.Module):
         use_cache: bool | None = False,
         output_attentions: bool | None = False,
         cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, None, Cache | None]:
         """
         Args:
@@ -45,15 +46,14 @@ class TokenMixer(nn.Module):
             attention_mask: `[B, S]` with S >= T, 1 for tokens and 0 for padding on either side; the last T columns
                 count. Padding has no effect on other tokens, and its output is 0.
             past_key_values: the states to begin with, which this call advances; None: it begins and ends with none.
-            use_cache: accepted; a cache that is given is used.
+            use_cache: accepted; a cache that is given is used, and there is none without.
             output_attentions: accepted; there are none.
             cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; overrides the mask.
+            kwargs: accepted and ignored, as in fla.
 
         Returns:
             `(output, None, past_key_values)`.
         """
-        if use_cache and past_key_values is None:
-            raise ValueError("past_key_values: expected a cache with use_cache, got None")
         if past_key_values is not None and self.layer_idx is None:
             raise ValueError(f"layer_idx: expected an index of this {type(self).__name__} in the cache, got None")
         entry = None
@@ -65,8 +65,6 @@ class TokenMixer(nn.Module):
             hidden_states, indices, cu_seqlens = _without_padding(hidden_states, attention_mask)
 
         recurrent = self.mode == "fused_recurrent" or (T <= RECURRENT_TOKENS and not self.training)
-        if self.training and recurrent:
-            raise ValueError("mode: expected chunk in training, got fused_recurrent")
         output, entry = self._mix(hidden_states, entry, past_key_values is not None, cu_seqlens, recurrent)
         if past_key_values is not None:
             past_key_values.update(layer_idx=self.layer_idx, offset=T, **entry)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..modules import FusedRMSNormGated, RMSNorm
 from .mixer import TokenMixer, heads, warn_without_convolution
-from .norm import RMSNorm, RMSNormGated
 
 
 class TTTLinear(TokenMixer):
@@ -73,9 +73,9 @@ class TTTLinear(TokenMixer):
         self.initial_state_bias = nn.Parameter(torch.zeros(num_heads, 1, self.head_dim))
         if use_gate:
             self.g_proj = nn.Linear(hidden_size, hidden_size, bias=False)
-            self.o_norm = RMSNormGated(self.head_dim, norm_eps)
+            self.o_norm = FusedRMSNormGated(self.head_dim, eps=norm_eps)
         else:
-            self.o_norm = RMSNorm(self.head_dim, norm_eps, dtype=torch.float32)
+            self.o_norm = RMSNorm(self.head_dim, eps=norm_eps, dtype=torch.float32)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def _mix(self, x, entry, keep_state, cu_seqlens, recurrent):

@@ -16,6 +16,8 @@ void reference(const BlockProblem<L2NormForward>& problem, const Context& contex
 void reference(const BlockProblem<L2NormBackward>& problem, const Context& context);
 void reference(const BlockProblem<GateActivationForward>& problem, const Context& context);
 void reference(const BlockProblem<GateActivationBackward>& problem, const Context& context);
+void reference(const BlockProblem<RmsNormForward>& problem, const Context& context);
+void reference(const BlockProblem<RmsNormBackward>& problem, const Context& context);
 
 void simd(const BlockProblem<ChunkLocalCumsum>& problem, const Context& context);
 void simd(const BlockProblem<ScaledDotKktForward>& problem, const Context& context);
@@ -28,5 +30,7 @@ void simd(const BlockProblem<L2NormForward>& problem, const Context& context);
 void simd(const BlockProblem<L2NormBackward>& problem, const Context& context);
 void simd(const BlockProblem<GateActivationForward>& problem, const Context& context);
 void simd(const BlockProblem<GateActivationBackward>& problem, const Context& context);
+void simd(const BlockProblem<RmsNormForward>& problem, const Context& context);
+void simd(const BlockProblem<RmsNormBackward>& problem, const Context& context);
 
 }  // namespace fastweight::cpu::blocks

@@ -10,6 +10,7 @@
 #include "hwy/highway.h"
 
 #include "cpu/blocks/chunk-inl.h"
+#include "cpu/blocks/rows-inl.h"
 #include "cpu/l2norm-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -28,24 +29,10 @@ struct NormScratch {
   }
 };
 
-HWY_INLINE int64_t width_of(const TensorView& x) { return x.shape[static_cast<size_t>(x.rank - 1)]; }
-
-// Row i of a tensor of rows.
-HWY_INLINE char* nth_row(const TensorView& x, int64_t i) {
-  return static_cast<char*>(x.data) + element_offset(x, i * width_of(x)) * element_size(x.dtype);
-}
-HWY_INLINE void load_nth(const TensorView& x, int64_t i, float* row, int64_t ld) {
-  load_row(nth_row(x, i), x.dtype, x.strides[static_cast<size_t>(x.rank - 1)], width_of(x), row, ld);
-}
-HWY_INLINE void store_nth(const float* row, const TensorView& x, int64_t i) {
-  store_row(row, nth_row(x, i), x.dtype, x.strides[static_cast<size_t>(x.rank - 1)], width_of(x));
-}
-
 // body(i, scratch) for every row i of a tensor like x.
 template <class Body>
 HWY_INLINE void for_each_row(const TensorView& x, const Context& context, Body body) {
-  int64_t rows = 1;
-  for (size_t axis = 0; axis + 1 < static_cast<size_t>(x.rank); ++axis) rows *= x.shape[axis];
+  const int64_t rows = count_rows(x);
   for_each_item((rows + kRowsPerItem - 1) / kRowsPerItem, 2 * rows * width_of(x), context,
                 NormScratch{padded_width(width_of(x))}, [&](int64_t item, const NormScratch& scratch) HWY_ATTR {
                   const int64_t end = std::min((item + 1) * kRowsPerItem, rows);

@@ -468,4 +468,79 @@ void reference(const BlockProblem<GateActivationBackward>& problem, const Contex
   }
 }
 
+namespace {
+
+// One row of the norm: n = x rstd, a = activation(gate) and its derivative, weight.
+struct NormRow {
+  double rstd;
+  double *n, *a, *slope, *weight;  // [D]
+};
+
+NormRow norm_row(const RmsNormInputs& in, const RmsNormOptions& options, int64_t i, int64_t D, double* memory) {
+  NormRow row{0, memory, memory + D, memory + 2 * D, memory + 3 * D};
+  load_row(in.x, element_offset(in.x, i * D), D, row.n);
+  row.rstd = 1 / std::sqrt(dot(row.n, row.n, D) / static_cast<double>(D) + options.eps);
+  for (int64_t d = 0; d < D; ++d) {
+    row.n[d] *= row.rstd;
+    row.weight[d] = in.weight.present() ? load_element(in.weight, d) : 1;
+    row.a[d] = 1;
+    row.slope[d] = 0;
+    if (!in.gate.present()) continue;
+    const double z = load(in.gate, element_offset(in.gate, i * D + d)), y = sigmoid(z);
+    const bool silu = options.activation == NormGate::kSilu;
+    row.a[d] = silu ? z * y : y;
+    row.slope[d] = silu ? y * (1 + z * (1 - y)) : y * (1 - y);
+  }
+  return row;
+}
+
+int64_t row_count(const TensorView& x) {
+  int64_t count = 1;
+  for (size_t axis = 0; axis + 1 < static_cast<size_t>(x.rank); ++axis) count *= x.shape[axis];
+  return count;
+}
+
+}  // namespace
+
+void reference(const BlockProblem<RmsNormForward>& problem, const Context& context) {
+  const RmsNormForward& args = problem.args;
+  const int64_t D = args.in.x.shape[static_cast<size_t>(args.in.x.rank - 1)];
+  for_each_chunk(row_table(row_count(args.in.x)), 1, 4 * D, context, [&](const Chunk& rows, int64_t, double* memory) {
+    for (int64_t i = rows.begin; i < rows.begin + rows.length; ++i) {
+      const NormRow row = norm_row(args.in, args.options, i, D, memory);
+      for (int64_t d = 0; d < D; ++d) row.n[d] *= row.weight[d] * row.a[d];
+      store_row(args.y, element_offset(args.y, i * D), D, row.n);
+    }
+  });
+}
+
+void reference(const BlockProblem<RmsNormBackward>& problem, const Context& context) {
+  const RmsNormBackward& args = problem.args;
+  const int64_t D = args.in.x.shape[static_cast<size_t>(args.in.x.rank - 1)], count = row_count(args.in.x);
+  for_each_chunk(row_table(count), 1, 5 * D, context, [&](const Chunk& rows, int64_t, double* memory) {
+    double* dn = memory + 4 * D;
+    for (int64_t i = rows.begin; i < rows.begin + rows.length; ++i) {
+      const NormRow row = norm_row(args.in, args.options, i, D, memory);
+      load_row(args.dy, element_offset(args.dy, i * D), D, dn);
+      for (int64_t d = 0; d < D; ++d) {
+        row.slope[d] *= dn[d] * row.weight[d] * row.n[d];
+        dn[d] *= row.weight[d] * row.a[d];
+      }
+      if (args.dgate.present()) store_row(args.dgate, element_offset(args.dgate, i * D), D, row.slope);
+      const double along = dot(dn, row.n, D) / static_cast<double>(D);
+      for (int64_t d = 0; d < D; ++d) dn[d] = row.rstd * (dn[d] - row.n[d] * along);
+      if (args.dx.present()) store_row(args.dx, element_offset(args.dx, i * D), D, dn);
+    }
+  });
+  if (!args.dweight.present()) return;
+  std::vector<double> memory(static_cast<size_t>(6 * D), 0.0);
+  double *dy = memory.data() + 4 * D, *sums = dy + D;
+  for (int64_t i = 0; i < count; ++i) {
+    const NormRow row = norm_row(args.in, args.options, i, D, memory.data());
+    load_row(args.dy, element_offset(args.dy, i * D), D, dy);
+    for (int64_t d = 0; d < D; ++d) sums[d] += dy[d] * row.n[d] * row.a[d];
+  }
+  for (int64_t d = 0; d < D; ++d) store_element(args.dweight, d, sums[d]);
+}
+
 }  // namespace fastweight::cpu::blocks

@@ -67,11 +67,9 @@ void run_item(const DeltaRuleForwardProblem& problem, const Sequence& sequence, 
   const Head head = make_head(problem, sequence, item.value_head, scratch.bias);
   const ItemColumns columns(item, head.V);
   Block& block = scratch.block;
-  // The related families have no other form that a short block would have to agree with.
-  const int64_t fewest = block.form.correction == Correction::kKey ? kCrossoverTokens : 0;
   const int64_t first = block.first_read();
   run_sequence(problem, sequence, item, head, scratch, [&](int64_t token, int64_t n) HWY_ATTR {
-    if (n < fewest) {
+    if (n < kCrossoverTokens) {
       run_block_by_tokens(head, token, scale, {scratch.S, kPanel, block.ld * kPanel}, item.panels, columns, scratch);
       return;
     }

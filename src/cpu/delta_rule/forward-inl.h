@@ -70,13 +70,14 @@ HWY_NOINLINE inline void load_forward_block(const Head& head, const TensorView& 
 // Runs the loaded block token by token.
 HWY_INLINE void run_block_by_tokens(const Head& head, int64_t token, float scale, const StatePanels& S, int64_t panels,
                                     const ItemColumns& columns, ForwardScratch& scratch) {
-  const Gate gate = head.options->gate;
   const bool beta_per_value =
       load_beta_rows(head, token, scratch.block.n, columns.first, columns.width, scratch.beta, columns.stride);
-  make_decayed_keys(gate, scratch.block, scratch.decayed);
-  recurrent_tokens(gate, scratch.block, scratch.decayed, head.K, scale, S, panels,
-                   {scratch.v, beta_per_value ? scratch.beta : nullptr, scratch.o, columns.stride}, scratch.prediction,
-                   scratch.prefetcher);
+  const float* readers = make_readers(scratch.block, scratch.decayed);
+  const ValueRows rows{scratch.v, beta_per_value ? scratch.beta : nullptr, scratch.o, columns.stride};
+  with_correction(scratch.block, [&]<Correction kCorrection>() HWY_ATTR {
+    recurrent_tokens<kCorrection>(scratch.block, readers, head.K, scale, S, panels, rows, scratch.prediction,
+                                  scratch.prefetcher);
+  });
 }
 
 // Walks a sequence from its initial to its final state, both in scratch.S. run_block(token, n) advances the state and

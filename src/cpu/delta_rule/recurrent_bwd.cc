@@ -109,15 +109,15 @@ class RecurrentKernel : public UnitKernel {
     load_block(*head_, token, n, block_);
     load_values(token, n);
     beta_per_value_ = load_beta_rows(*head_, token, n, column_, width_, beta_, stride_);
-    make_decayed_keys(problem_->args.options.gate, block_, decayed_);
+    make_readers(block_, decayed_);
   }
 
   // The forward, its output thrown away: the same bits as there.
   void advance(int64_t token, int64_t n, float* S) {
     load_tokens(token, n);
     prefetch_forward(token);
-    recurrent_tokens(problem_->args.options.gate, block_, decayed_, head_->K, 1.0f, {S, kPanel, ld_ * kPanel},
-                     item_.panels, {v_, beta_per_value_ ? beta_ : nullptr, dv_, stride_}, prediction_, prefetcher_);
+    recurrent_tokens<Correction::kKey>(block_, decayed_, head_->K, 1.0f, {S, kPanel, ld_ * kPanel}, item_.panels,
+                                       {v_, beta_per_value_ ? beta_ : nullptr, dv_, stride_}, prediction_, prefetcher_);
   }
 
   Vec decay_of(int64_t t, int64_t d) const {

@@ -37,10 +37,6 @@ constexpr Implementation<DeltaRuleStepProblem> kStep[] = {
     {"reference", takes_all, always, reference_step},
 };
 
-constexpr Implementation<DeltaRuleForwardProblem> kRelatedForward[] = {
-    {"chunk", no_fp64, always, chunk_forward},
-    {"reference", takes_all, always, reference_forward},
-};
 constexpr Implementation<DeltaRuleBackwardProblem> kRelatedBackward[] = {
     {"chunk", no_fp64, always, chunk_backward},
     {"reference", takes_all, always, reference_backward},
@@ -51,7 +47,6 @@ constexpr Implementation<DeltaRuleBackwardProblem> kRelatedBackward[] = {
 std::span<const Implementation<DeltaRuleForwardProblem>> delta_rule_forward_list() { return kForward; }
 std::span<const Implementation<DeltaRuleBackwardProblem>> delta_rule_backward_list() { return kBackward; }
 std::span<const Implementation<DeltaRuleStepProblem>> delta_rule_step_list() { return kStep; }
-std::span<const Implementation<DeltaRuleForwardProblem>> related_forward_list() { return kRelatedForward; }
 std::span<const Implementation<DeltaRuleBackwardProblem>> related_backward_list() { return kRelatedBackward; }
 
 }  // namespace fastweight::cpu

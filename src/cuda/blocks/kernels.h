@@ -17,5 +17,7 @@ void direct(const BlockProblem<L2NormForward>& problem, const Context& context);
 void direct(const BlockProblem<L2NormBackward>& problem, const Context& context);
 void direct(const BlockProblem<GateActivationForward>& problem, const Context& context);
 void direct(const BlockProblem<GateActivationBackward>& problem, const Context& context);
+void direct(const BlockProblem<RmsNormForward>& problem, const Context& context);
+void direct(const BlockProblem<RmsNormBackward>& problem, const Context& context);
 
 }  // namespace fastweight::cuda::blocks

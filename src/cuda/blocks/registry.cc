@@ -29,5 +29,7 @@ template std::span<const Implementation<BlockProblem<L2NormForward>>> block_list
 template std::span<const Implementation<BlockProblem<L2NormBackward>>> block_list();
 template std::span<const Implementation<BlockProblem<GateActivationForward>>> block_list();
 template std::span<const Implementation<BlockProblem<GateActivationBackward>>> block_list();
+template std::span<const Implementation<BlockProblem<RmsNormForward>>> block_list();
+template std::span<const Implementation<BlockProblem<RmsNormBackward>>> block_list();
 
 }  // namespace fastweight::cuda

@@ -1,0 +1,115 @@
+"""The Gated DeltaNet layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..modules import FusedRMSNormGated, RMSNorm
+from .mixer import (
+    TokenMixer,
+    gate_parameter,
+    heads,
+    in_place,
+    initial_dt_bias,
+    value_heads,
+    value_width,
+    warn_without_convolution,
+)
+
+
+class GatedDeltaNet(TokenMixer):
+    """q, k, v: projection, short convolution, silu, heads; the gated delta rule with step sizes `sigmoid(b_proj(x))`
+    and decays `-exp(A_log) * softplus(a_proj(x) + dt_bias)`, q and k l2-normalised; a norm per head, gated by
+    `silu(g_proj(x))`; output projection.
+
+    Args:
+        hidden_size: width of the input and the output.
+        expand_v: width of a value head over `head_dim`.
+        head_dim: width of a query or key head.
+        num_heads: query and key heads.
+        num_v_heads: value heads, a multiple of `num_heads`; None: as many.
+        mode: `chunk` or `fused_recurrent`. In evaluation short calls take the recurrent form in either.
+        use_gate: whether the output is gated.
+        use_short_conv, conv_size, conv_bias: the convolutions.
+        allow_neg_eigval: step sizes up to 2.
+        layer_idx: the index of this layer in a cache.
+        norm_eps: of the output norm.
+        kwargs: accepted and ignored, as in fla.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        expand_v: float = 2,
+        head_dim: int = 256,
+        num_heads: int = 6,
+        num_v_heads: int | None = None,
+        mode: str = "chunk",
+        use_gate: bool = True,
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        layer_idx: int | None = None,
+        norm_eps: float = 1e-5,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(hidden_size, layer_idx, mode)
+        self.num_heads = num_heads
+        self.num_v_heads = value_heads(num_heads, num_v_heads)
+        self.head_k_dim = head_dim
+        self.head_v_dim = value_width(head_dim, expand_v)
+        self.key_dim = num_heads * head_dim
+        self.value_dim = self.num_v_heads * self.head_v_dim
+        self.use_gate = use_gate
+        self.use_short_conv = use_short_conv
+        self.allow_neg_eigval = allow_neg_eigval
+
+        self.q_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        self.a_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False)
+        self.A_log = gate_parameter(torch.log(torch.empty(self.num_v_heads).uniform_(0, 16)))
+        self.dt_bias = initial_dt_bias(self.num_v_heads)
+        if use_short_conv:
+            self._make_convolutions(
+                {"q": self.key_dim, "k": self.key_dim, "v": self.value_dim}, conv_size, conv_bias,
+                {"q": "silu", "k": "silu", "v": "silu"},
+            )  # fmt: skip
+        else:
+            warn_without_convolution()
+        if use_gate:
+            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+            self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=norm_eps)
+        else:
+            self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=torch.float32)
+        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
+
+    def _mix(self, x, entry, keep_state, cu_seqlens, recurrent):
+        (q, k, v), conv_state = self._project(x, entry, keep_state, cu_seqlens, (True, True, True))
+        q, k, v = heads(q, self.head_k_dim), heads(k, self.head_k_dim), heads(v, self.head_v_dim)
+        options = {
+            "g": self.a_proj(x),
+            "beta": self.b_proj(x),
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": self.allow_neg_eigval,
+            "state_v_first": True,
+            "cu_seqlens": cu_seqlens,
+        }
+        state = None if entry is None else entry["recurrent_state"]
+        if recurrent and in_place(entry):
+            o = ops.delta_rule_step(q, k, v, state, **options)
+        else:
+            rule = ops.fused_recurrent_gated_delta_rule if recurrent else ops.chunk_gated_delta_rule
+            o, state = rule(q, k, v, initial_state=state, output_final_state=keep_state, **options)
+        o = self.o_norm(o, heads(self.g_proj(x), self.head_v_dim)) if self.use_gate else self.o_norm(o)
+        return self.o_proj(o.flatten(-2)), {"recurrent_state": state, "conv_state": conv_state}

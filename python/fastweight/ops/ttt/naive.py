@@ -1,0 +1,36 @@
+"""The plain reference of TTT-Linear."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._naive import in_double
+from .chunk import chunk_ttt_linear
+
+
+def chunk_ttt_linear_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    b: Tensor,
+    eta: Tensor | float,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    mini_batch_size: int = 16,
+    initial_state: Tensor | None = None,
+    initial_state_bias: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """TTT-Linear in fp64. The arguments are those of `chunk_ttt_linear`, with `mini_batch_size` for its chunk size;
+    results are in fp32."""
+    if not isinstance(eta, Tensor):
+        eta = torch.full_like(q[..., :1], eta)
+
+    def run(q, k, v, w, b, eta, state, bias):
+        return chunk_ttt_linear(q, k, v, w, b, eta, scale, eps, mini_batch_size, state, bias, output_final_state)
+
+    wide = torch.promote_types(q.dtype, torch.float32)
+    results = in_double(run, q, k, v, w, b, eta, initial_state, initial_state_bias)
+    return tuple(None if x is None else x.to(wide) for x in results)
