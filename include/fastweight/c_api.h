@@ -89,6 +89,7 @@ typedef struct fw_delta_rule_options {
   int32_t allow_neg_eigval;
   int32_t gate_in_kernel;
   int32_t safe_gate;
+  int32_t total_value_heads; /* 0: those of v */
 } fw_delta_rule_options;
 
 typedef struct fw_delta_rule_inputs {

@@ -2,7 +2,7 @@
 
 The schemas follow from the tables in src/core/delta_rule_fields.h (python/bindings/delta_rule.cc): inputs (q, k, v, g,
 beta, .., cu_seqlens), options (bits, scale, lower_bound), for a forward then (chunk_states_dtype, cu_seqlens_cpu). The
-bits are a gate, the switches below, and `chunk_size << CHUNK_SIZE_SHIFT`.
+bits are a gate, the switches below, `chunk_size << CHUNK_SIZE_SHIFT`, and `total_value_heads << TOTAL_HEADS_SHIFT`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ TOKEN_BY_TOKEN = _SWITCHES["token_by_token"]  # on CUDA, where the forms round d
 OUTPUT_FINAL_STATE = _SWITCHES["output_final_state"]
 STATES_FOR_BACKWARD = _SWITCHES["states_for_backward"]  # chunk states lie as [.., V, K] in memory and are no result
 CHUNK_SIZE_SHIFT = 16
+TOTAL_HEADS_SHIFT = 32
 
 _ARGUMENTS = argument_names("delta_rule_forward")
 _NUM_INPUTS = _ARGUMENTS.index("options")
@@ -127,7 +128,7 @@ def step(state: Tensor, state_indices: Tensor | None, inputs: tuple, options: tu
 
 def _fake_forward(*arguments):
     x = SimpleNamespace(**dict(zip(_ARGUMENTS, arguments, strict=True)))
-    chunk_size = x.options >> CHUNK_SIZE_SHIFT
+    chunk_size = x.options >> CHUNK_SIZE_SHIFT & 0xFFFF
     B, T, HV, V = x.v.shape
     K = x.q.shape[3]
     state = (HV, V, K) if x.options & STATE_V_FIRST else (HV, K, V)

@@ -232,6 +232,10 @@ DeltaRuleSizes check_inputs(const DeltaRuleInputs& in, const DeltaRuleOptions& o
   check_transition(in, transition, sizes);
   check_sequences(in, options, sizes);
   check::scratch_extent(sizes.batch, sizes.tokens, sizes.num_sequences, sizes.num_value_heads, kMaxHeadDim);
+  if (options.total_value_heads != 0 && options.total_value_heads < sizes.num_value_heads) {
+    invalid("total_value_heads", "0, or at least the " + std::to_string(sizes.num_value_heads) + " heads of v",
+            std::to_string(options.total_value_heads));
+  }
   check_beta(in, options, transition.correction, sizes);
   check_gate(in, options, sizes);
   check_gate_parameters(in, options, sizes);

@@ -146,7 +146,7 @@ std::vector<DeltaRuleSpec> some_specs(Gate gate, int64_t T) {
   options.options.qk_l2norm = options.options.beta_sigmoid = options.options.state_v_first = true;
   options.options.gate_in_kernel = gate != Gate::kNone;
   options.dtype = DType::kBF16;
-  return {plain, options};
+  return emulated() ? std::vector{options} : std::vector{plain, options};
 }
 
 class MapOf : public ::testing::TestWithParam<Gate> {};
@@ -194,7 +194,8 @@ TEST_P(MapOf, SameBitsForEveryThreadCountAndAlone) {
     for (Mode mode : {Mode::kForward, Mode::kBackward}) {
       for (const std::string& name : map_implementations(mode)) {
         const MapResults expected = run_map(mode, problem, context_for(name, 1));
-        for (int threads : {2, 3, 8}) expect_same_bits(run_map(mode, problem, context_for(name, threads)), expected);
+        for (int threads : first<int>({3, 2, 8}, 1))
+          expect_same_bits(run_map(mode, problem, context_for(name, threads)), expected);
         for (int64_t b = 0; b < 3; ++b) {
           DeltaRuleCase alone = problem;
           alone.spec.B = 1;
