@@ -79,7 +79,7 @@ _forward = differentiable(
 )
 
 
-def _dtype_of_kept_states(q: Tensor, options: int, disable_recompute: bool) -> torch.dtype | None:
+def dtype_of_kept_states(q: Tensor, options: int, disable_recompute: bool) -> torch.dtype | None:
     """What a forward whose gradient will be asked for keeps of the states before every chunk; None: nothing, and the
     backward walks through the tokens once more.
 
@@ -102,7 +102,7 @@ def forward(
     """(o, final_state), None where it was not asked for."""
     dtype = None
     if needs_gradient(inputs):
-        dtype = _dtype_of_kept_states(inputs[0], options, disable_recompute)
+        dtype = dtype_of_kept_states(inputs[0], options, disable_recompute)
         if dtype is not None:
             options |= STATES_FOR_BACKWARD
     o, final_state, _ = _forward(inputs, (options, scale, lower_bound, dtype, None))

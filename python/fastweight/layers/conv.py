@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from .._cp_context import CPContext
 
 
 class ShortConvolution(nn.Conv1d):
@@ -38,19 +39,23 @@ class ShortConvolution(nn.Conv1d):
         cache: Tensor | None = None,
         output_final_state: bool = False,
         cu_seqlens: Tensor | None = None,
+        cp_context: CPContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """`(y, state)`. `cache` is `[N, D, W]`, the inputs before x. Where it is given and no gradient is recorded, it
-        is advanced in place and returned. `mask`: `[B, T]`, 0 for tokens that count as zeros."""
+        is advanced in place and returned. `mask`: `[B, T]`, 0 for tokens that count as zeros. With `cp_context` x holds
+        the tokens of this rank, and nothing is advanced in place."""
         if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("mask: expected none with cu_seqlens, got a tensor")
             x = x * mask.unsqueeze(-1).to(x.dtype)
         weight = self.weight.squeeze(1)
-        if cache is not None and output_final_state and not torch.is_grad_enabled():
+        in_place = cache is not None and output_final_state and cp_context is None
+        if in_place and not torch.is_grad_enabled():
             return ops.causal_conv1d_update(x, cache, residual, weight, self.bias, self.activation, cu_seqlens)
         return ops.causal_conv1d(
-            x, weight, self.bias, residual, cache, output_final_state, self.activation, cu_seqlens=cu_seqlens
-        )
+            x, weight, self.bias, residual, cache, output_final_state, self.activation, cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, kernel_size={self.kernel_size[0]}, activation={self.activation}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -96,8 +98,8 @@ class GatedDeltaNet(TokenMixer):
     def _per_part(self, x: Tensor) -> Tensor:
         return x if self.parts == 1 else x.repeat_interleave(self.parts, -1)
 
-    def _mix(self, x, entry, keep_state, cu_seqlens, recurrent):
-        (q, k, v), conv_state = self._project(x, entry, keep_state, cu_seqlens, (True, True, True))
+    def _mix(self, x, entry, keep_state, cu_seqlens, recurrent, cp_context):
+        (q, k, v), conv_state = self._project(x, entry, keep_state, cu_seqlens, (True, True, True), cp_context)
         q, k, v = heads(q, self.head_k_dim), heads(k, self.head_k_dim), heads(v, self.head_v_dim // self.parts)
         options = {
             "g": self._per_part(self.a_proj(x)),
@@ -117,7 +119,8 @@ class GatedDeltaNet(TokenMixer):
         if recurrent and in_place(entry):
             o = ops.delta_rule_step(q, k, v, parts, **options)
         else:
-            rule = ops.fused_recurrent_gated_delta_rule if recurrent else ops.chunk_gated_delta_rule
+            chunk = functools.partial(ops.chunk_gated_delta_rule, cp_context=cp_context)
+            rule = ops.fused_recurrent_gated_delta_rule if recurrent else chunk
             o, state = rule(q, k, v, initial_state=parts, output_final_state=keep_state, **options)
             if keep_state:
                 state = state.view(-1, self.num_v_heads, self.head_v_dim, self.head_k_dim)

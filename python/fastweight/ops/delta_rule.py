@@ -8,9 +8,11 @@ For each sequence and value head, with the state S a K x V matrix:
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from .. import _delta_rule
+from .. import _cp, _delta_rule
 from . import _checks
 
 
@@ -25,6 +27,7 @@ def chunk_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None,
     *,
     chunk_size: int = 64,
     head_first: bool | None = None,
@@ -41,6 +44,8 @@ def chunk_delta_rule(
         use_qk_l2norm_in_kernel: q and k become `x / sqrt(sum(x * x) + 1e-6)`.
         cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
         cu_seqlens_cpu: accepted and not needed.
+        cp_context: of `fastweight.ops.cp.build_cp_context`: the tokens are those of this rank, N counts the sequences
+            that have a token here, and cu_seqlens is left out. See docs/context-parallel.md.
         chunk_size: 16, 32 or 64: where a sequence may be cut without changing a bit. On CUDA 16-bit problems are
             computed in 64 rows per chunk, so that smaller chunks cost more there.
         head_first: no longer exists.
@@ -53,10 +58,12 @@ def chunk_delta_rule(
     _checks.no_head_first(head_first)
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"chunk_size: expected 16, 32 or 64, got {chunk_size}")
+    if cp_context is not None:
+        cu_seqlens = _cp.local_offsets(cp_context, "q", q, cu_seqlens)
     _checks.sequences(q, initial_state, cu_seqlens)
     _checks.require(q.shape[-1] <= 256, f"q: expected a head width of at most 256, got {q.shape[-1]}")
     bits = _delta_rule.bits(_delta_rule.NONE, chunk_size, False, use_qk_l2norm_in_kernel, output_final_state)
-    return _forward(q, k, v, beta, scale, initial_state, cu_seqlens, bits)
+    return _forward(q, k, v, beta, scale, initial_state, cu_seqlens, bits, cp_context)
 
 
 def fused_recurrent_delta_rule(
@@ -86,10 +93,12 @@ def fused_recurrent_delta_rule(
     return _forward(q, k, v, beta, scale, initial_state, cu_seqlens, bits)
 
 
-def _forward(q, k, v, beta, scale, initial_state, cu_seqlens, bits):
+def _forward(q, k, v, beta, scale, initial_state, cu_seqlens, bits, cp_context=None):
     if v.shape[2] != q.shape[2]:
         raise ValueError(f"v: expected the {q.shape[2]} heads of q, got {v.shape[2]}")
     inputs = (q, k, v, None, beta, None, None, initial_state, cu_seqlens)
+    if cp_context is not None:
+        return _cp.delta_rule(cp_context, inputs[:-1], bits, scale)
     return _delta_rule.forward(inputs, bits, scale)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import _delta_rule
+from .. import _cp, _delta_rule
 from . import _checks
 
 
@@ -60,7 +60,8 @@ def chunk_gated_delta_rule(
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
         cu_seqlens_cpu, chunk_indices: accepted and not needed.
-        cp_context: context parallelism, not supported.
+        cp_context: of `fastweight.ops.cp.build_cp_context`: the tokens are those of this rank, N counts the sequences
+            that have a token here, and cu_seqlens is left out. See docs/context-parallel.md.
         use_gate_in_kernel: see g.
         A_log, dt_bias: `[HV]`, with `use_gate_in_kernel`; dt_bias may be None.
         chunk_size: 16, 32 or 64: where a sequence may be cut without changing a bit. On CUDA 16-bit problems are
@@ -79,7 +80,8 @@ def chunk_gated_delta_rule(
     _checks.no_head_first(head_first)
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"chunk_size: expected 16, 32 or 64, got {chunk_size}")
-    _checks.no_context_parallel(cp_context, initial_state, output_final_state)
+    if cp_context is not None:
+        cu_seqlens = _cp.local_offsets(cp_context, "q", q, cu_seqlens)
     _checks.sequences(q, initial_state, cu_seqlens)
     if use_gate_in_kernel:
         _checks.require(A_log is not None, "A_log: expected a tensor with use_gate_in_kernel, got None")
@@ -93,6 +95,8 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    if cp_context is not None:
+        return _cp.delta_rule(cp_context, inputs[:-1], bits, scale)
     return _delta_rule.forward(inputs, bits, scale)
 
 
