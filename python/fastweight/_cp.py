@@ -315,10 +315,28 @@ class _Affine:
 # States in order ----------------------------------------------------------------------------------------------------
 
 
-def _cat(parts: Sequence, axis: int) -> Tensor | None:
-    if parts[0] is None:
-        return None
-    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+class _Heads:
+    """A result that is made of the results of the stages, along an axis of heads. Each is copied to its place at once,
+    so that the memory of one stage serves the next."""
+
+    def __init__(self, stages: int, axis: int) -> None:
+        self._stages, self._axis = stages, axis
+        self.whole, self._filled = None, 0
+
+    def add(self, part: Tensor | None) -> None:
+        if part is None or self._stages == 1:
+            self.whole = part
+            return
+        count = part.shape[self._axis]
+        if self.whole is None:  # the last stage may have fewer heads
+            shape = list(part.shape)
+            shape[self._axis] = count * self._stages
+            self.whole = part.new_empty(shape)
+        self.whole.narrow(self._axis, self._filled, count).copy_(part)
+        self._filled += count
+
+    def result(self) -> Tensor | None:
+        return self.whole if self.whole is None or self._stages == 1 else self.whole.narrow(self._axis, 0, self._filled)
 
 
 class _InOrder:
@@ -341,7 +359,11 @@ class _InOrder:
     def forward(self, inputs: tuple, keep: bool) -> tuple[Tensor, tuple, tuple]:
         context, family, span = self.context, self.family, self.context.span
         arriving = self._receive(inputs[0], span.before[-1]) if span.before else None
-        outputs, finals, kept, under_way = [], [], [], []
+        output, finals = (
+            _Heads(len(self.stages), 2),
+            [_Heads(len(self.stages), 1) for _ in inputs[family.first_state :]],
+        )
+        kept, under_way = [], []
         for stage, (first, last) in enumerate(self.stages):
             part = family.heads(inputs, first, last)
             states = part[family.first_state :]
@@ -350,12 +372,13 @@ class _InOrder:
             o, final, extra = family.forward((*part[: family.first_state], *states), context.cu_seqlens, keep)
             if span.after:
                 under_way.append(send(family.pack(tuple(x[-1:] for x in final)), span.after[0], context.group))
-            outputs.append(o)
-            finals.append(final)
+            output.add(o)
+            for whole, one in zip(finals, final, strict=True):
+                whole.add(one)
             kept += [extra, *states]
         for _, work in under_way:
             work.wait()
-        return _cat(outputs, 2), tuple(_cat(x, 1) for x in zip(*finals, strict=True)), tuple(kept)
+        return output.result(), tuple(whole.result() for whole in finals), tuple(kept)
 
     def backward(self, gradients: tuple, kept: tuple, inputs: tuple, mask: int) -> tuple:
         context, family, span = self.context, self.family, self.context.span
@@ -363,7 +386,7 @@ class _InOrder:
         num_states = len(family.axes) - family.first_state
         state_mask = ((1 << num_states) - 1) << family.first_state if span.before else 0
         d_o, *d_final = gradients
-        results, under_way = [], []
+        results, under_way = [_Heads(len(self.stages), axis) for axis in family.axes], []
         for stage, (first, last) in enumerate(self.stages):
             part = family.heads(inputs, first, last)
             extra, *states = kept[stage * (1 + num_states) : (stage + 1) * (1 + num_states)]
@@ -372,17 +395,18 @@ class _InOrder:
             if arriving is not None:
                 d_states = _add_to_last(span.num_sequences, d_states, family.unpack(arriving[stage].wait()))
             d_rows = None if d_o is None else d_o.narrow(2, low, count)
-            one = family.backward(
+            parts = family.backward(
                 (d_rows, *d_states), extra, (*part[: family.first_state], *states), context.cu_seqlens,
                 mask | state_mask,
             )  # fmt: skip
             if span.before:
-                first_states = tuple(x[:1] for x in one[family.first_state :])
+                first_states = tuple(x[:1] for x in parts[family.first_state :])
                 under_way.append(send(family.pack(first_states), span.before[-1], context.group))
-            results.append(one)
+            for whole, one in zip(results, parts, strict=True):
+                whole.add(one)
         for _, work in under_way:
             work.wait()
-        return tuple(_cat(parts, axis) for parts, axis in zip(zip(*results, strict=True), family.axes, strict=True))
+        return tuple(whole.result() for whole in results)
 
 
 # Autograd -----------------------------------------------------------------------------------------------------------
