@@ -27,8 +27,6 @@ from ._autograd import run
 from ._cp_context import CPContext, Received, all_gather, send
 from ._library import operators
 
-_SQUARE, _STATE = 1, 2  # results of a map
-
 
 def expect_context(cp_context: Any) -> CPContext:
     if not isinstance(cp_context, CPContext):
@@ -157,14 +155,15 @@ class _DeltaRule(_Family):
     def unpack(self, matrices):
         return (matrices.transpose(-1, -2) if self.v_first else matrices,)
 
-    def map_forward(self, inputs: tuple, state: Tensor | None, wanted: int) -> tuple[Tensor | None, Tensor | None]:
-        """(M, h) `[1, HV, K, ..]` of the tokens, h from the state that they begin with."""
-        return run(operators.delta_rule_map_forward.default, *inputs[:7], state, None, *self._map_options(), wanted)
+    def map_forward(self, inputs: tuple, state: Tensor | None, with_square: bool) -> tuple:
+        """(M or None, h) `[1, HV, K, ..]` of the tokens, h from the state that they begin with."""
+        wanted = _delta_rule.MAP_STATE | (_delta_rule.MAP_SQUARE if with_square else 0)
+        return _delta_rule.map_forward((*inputs[:7], state, None), self._map_options(), wanted)
 
     def map_backward(self, inputs: tuple, d_o: Tensor | None, d_state: Tensor | None) -> Tensor:
         """e `[1, HV, K, V]` of the tokens, from the gradient of the state that they end with."""
-        arguments = (d_o, d_state, *inputs[:7], None, None, *self._map_options(), _STATE)
-        return run(operators.delta_rule_map_backward.default, *arguments)[1]
+        tokens = (*inputs[:7], None, None)
+        return _delta_rule.map_backward(d_o, d_state, tokens, self._map_options(), _delta_rule.MAP_STATE)[1]
 
     def _map_options(self) -> tuple:
         bits, scale, lower_bound = self.options
@@ -278,8 +277,7 @@ class _Affine:
             last = tuple(x if i > 4 or x is None else x[:, begin:] for i, x in enumerate(inputs))
             begins_here = span.num_sequences > 1 or not span.before
             start = family.pack((given,))[-1:] if given is not None and begins_here else None
-            wanted = _STATE | (_SQUARE if span.is_interior else 0)
-            square, state = family.map_forward(last, start, wanted)
+            square, state = family.map_forward(last, start, span.is_interior)
         exchange = all_gather(self._message(inputs[0], square, state), context.group)
         incoming = None
         if span.before:

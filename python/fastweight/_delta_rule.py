@@ -126,6 +126,25 @@ def step(state: Tensor, state_indices: Tensor | None, inputs: tuple, options: tu
     return run(_step_operator, state, state_indices, *inputs, *options)
 
 
+MAP_SQUARE, MAP_STATE = 1, 2  # the results of a map that are wanted
+
+
+def map_forward(inputs: tuple, options: tuple, wanted: int = MAP_SQUARE | MAP_STATE) -> tuple:
+    """(M, h), None for what is not wanted."""
+    return run(operators.delta_rule_map_forward.default, *inputs, *options, wanted)
+
+
+def map_backward(
+    d_o: Tensor | None,
+    d_final_state: Tensor | None,
+    inputs: tuple,
+    options: tuple,
+    wanted: int = MAP_SQUARE | MAP_STATE,
+) -> tuple:
+    """(the transpose of M, e), None for what is not wanted."""
+    return run(operators.delta_rule_map_backward.default, d_o, d_final_state, *inputs, *options, wanted)
+
+
 def _fake_forward(*arguments):
     x = SimpleNamespace(**dict(zip(_ARGUMENTS, arguments, strict=True)))
     chunk_size = x.options >> CHUNK_SIZE_SHIFT & 0xFFFF
@@ -165,3 +184,24 @@ def _(d_o, d_final_state, chunk_states, *rest):
 @torch.library.register_fake("fastweight::delta_rule_step")
 def _(state, state_indices, q, k, v, *rest):
     return q.new_empty(v.shape)
+
+
+def _fake_map(inputs: tuple, options: int, wanted: int) -> tuple:
+    q, v, cu_seqlens = inputs[0], inputs[2], inputs[8]
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+    state = (V, K) if options & STATE_V_FIRST else (K, V)
+    shapes = ((N, HV, K, K), (N, HV, *state))
+    return tuple(
+        q.new_empty(shape, dtype=state_dtype(q)) if wanted >> bit & 1 else None for bit, shape in enumerate(shapes)
+    )
+
+
+@torch.library.register_fake("fastweight::delta_rule_map_forward")
+def _(*arguments):
+    return _fake_map(arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS], arguments[-1])
+
+
+@torch.library.register_fake("fastweight::delta_rule_map_backward")
+def _(d_o, d_final_state, *arguments):
+    return _fake_map(arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS], arguments[-1])

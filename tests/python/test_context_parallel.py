@@ -155,6 +155,7 @@ def on_this_rank(context, case, lengths, dtype, with_states, weights):
 
 
 def distance(x, y):
+    x, y = x.detach(), y.detach()
     scale = y.double().square().mean().sqrt()
     return float((x.double() - y.double()).square().mean().sqrt() / (scale + 1e-8)) if y.numel() else 0.0
 
@@ -380,6 +381,50 @@ def one_rank_is_missing(mode, late):
     with pytest.raises(RuntimeError):
         function(**{name: context.shard(value) for name, value in x.items()}, **options, cp_context=context)
     assert time.monotonic() - start < 4.5
+
+
+# The map in one process ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [delta_rule, gated_delta_rule, kda])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_map(case, dtype):
+    """S_out = M S_in + h and G_in = M^T G_out + e, with the forward and backward of one device as S_out and G_in."""
+    lengths = [40, 0, 25]
+    function, x, options = prepared(case, lengths, dtype, True)
+    cu_seqlens = torch.tensor(offsets_of(lengths))
+    leaf = x["initial_state"].requires_grad_()
+    o, final = function(**x, **options, output_final_state=True, cu_seqlens=cu_seqlens)
+    d_o, d_final = torch.randn_like(o), torch.randn_like(final)
+    (d_initial,) = torch.autograd.grad((o, final), leaf, (d_o, d_final))
+    shared = {name: value for name, value in x.items() if name in ("g", "beta", "A_log", "dt_bias")}
+    shared |= options | {"cu_seqlens": cu_seqlens}
+    M, h = ops.delta_rule_map(x["k"], x["v"], **shared)
+    Mt, e = ops.delta_rule_map_backward(x["q"], x["k"], d_o, **shared)
+    bound = 1e-5 if dtype == torch.float32 else 1e-12
+    k_first = (lambda y: y.mT) if options.get("state_v_first") else (lambda y: y)
+    assert distance(M @ k_first(leaf.detach()) + k_first(h), k_first(final)) < bound
+    assert distance(Mt @ k_first(d_final) + k_first(e), k_first(d_initial)) < bound
+    assert distance(Mt.mT, M) < bound
+    _, whole = ops.delta_rule_map(x["k"], x["v"], **shared, initial_state=leaf.detach())
+    _, back = ops.delta_rule_map_backward(x["q"], x["k"], d_o, **shared, d_final_state=d_final)
+    assert distance(whole, final) < bound
+    assert distance(back, d_initial) < bound
+
+
+def test_map_in_the_compiler():
+    x = prepared(gated_delta_rule, [33], torch.float32, False)[1]
+    x = {name: value.detach() for name, value in x.items()}
+    arguments = (x["q"], x["k"], x["v"], x["g"], x["beta"], None, None, None, None, 1 | 64 << 16, None, None)
+    for wanted in (1, 2, 3):
+        torch.library.opcheck(torch.ops.fastweight.delta_rule_map_forward.default, (*arguments, wanted))
+        backward = (x["v"], None, *arguments, wanted)
+        torch.library.opcheck(torch.ops.fastweight.delta_rule_map_backward.default, backward)
+    with pytest.raises(ValueError, match="beta: expected shape"):
+        ops.delta_rule_map(x["k"], x["v"], beta=torch.ones(1, 33, 4, 12))
+
+
+# Several processes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])

@@ -2,6 +2,7 @@
 
 from .blocks import chunk_local_cumsum, fused_gdn_gate, fused_kda_gate, l2norm, solve_tril
 from .delta_rule import chunk_delta_rule, delta_rule_step, fused_recurrent_delta_rule
+from .delta_rule_map import delta_rule_map, delta_rule_map_backward
 from .gated_delta_rule import (
     chunk_gated_delta_rule,
     chunk_gdn,
@@ -21,6 +22,8 @@ __all__ = [
     "chunk_kda",
     "chunk_local_cumsum",
     "chunk_ttt_linear",
+    "delta_rule_map",
+    "delta_rule_map_backward",
     "delta_rule_step",
     "fused_chunk_ttt_linear",
     "fused_gdn_gate",
