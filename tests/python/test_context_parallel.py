@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import ranks
 from fastweight import layers, ops
-from fastweight.ops.cp import build_cp_context
+from fastweight.ops.cp import build_cp_context, context_parallel
 
 LENGTHS = {
     "one": [200],
@@ -313,6 +313,36 @@ def example_on_a_mesh(arguments):
     assert max(abs(a - b) for a, b in zip(one, every, strict=True)) < 1e-4, (one, every)
 
 
+def a_model_of_transformers():
+    """Linear layers alone: attention over ranks is not ours. Logits and gradients, with checkpointing."""
+    import fastweight
+    from test_accelerate import build, tokens
+
+    model = build(
+        "qwen3_next", num_experts=0, mlp_only_layers=[0, 1], num_hidden_layers=2, layer_types=["linear_attention"] * 2
+    )
+    ids = tokens(1, 150)
+    fastweight.accelerate()
+    expected = model(ids, use_cache=False).logits
+    expected.square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for checkpointing in (False, True):
+        model.zero_grad()
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        context = build_cp_context(torch.tensor([0, 150]), conv1d_kernel_size=4)
+        with context_parallel(context):
+            logits = model(context.shard(ids), use_cache=False).logits
+            logits.square().sum().backward()
+        assert distance(logits, context.shard(expected)) < 1e-5
+        for name, parameter in model.named_parameters():
+            dist.all_reduce(parameter.grad)
+            assert distance(parameter.grad, gradients[name]) < 1e-4, name
+    with pytest.raises(TypeError, match="cp_context: expected what"), context_parallel(None):
+        pass
+
+
 # Refusals -----------------------------------------------------------------------------------------------------------
 
 
@@ -438,6 +468,11 @@ def test_bits():
 
 def test_layers_and_states():
     ranks.run(3, layers_and_states_on_the_ranks)
+
+
+def test_a_model_of_transformers():
+    pytest.importorskip("transformers")
+    ranks.run(2, a_model_of_transformers)
 
 
 def test_refusals():
