@@ -94,14 +94,13 @@ def convolution(T, N, dtype, generator):
 # One process, and the ranks -----------------------------------------------------------------------------------------
 
 
-def prepared(case, lengths, dtype, with_states):
-    """The function, the leaves and the weights of the loss, the same on every rank."""
+def prepared(case, lengths, dtype, with_states, device="cpu"):
+    """The function, its tensors and options, the same on every rank."""
     generator = torch.Generator().manual_seed(sum(lengths) + len(lengths))
     function, x, options = case(sum(lengths), len(lengths), dtype, generator)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     x = {name: value if name in PER_TOKEN else value.to(wide) for name, value in x.items()}
-    if not with_states:
-        x = {name: value for name, value in x.items() if name not in STATES}
+    x = {name: value.to(device) for name, value in x.items() if with_states or name not in STATES}
     return function, x, options
 
 
@@ -113,20 +112,21 @@ def leaves_of(x):
     return {name: value.detach().clone().requires_grad_() for name, value in x.items()}
 
 
-def on_one_process(case, lengths, dtype, with_states):
-    function, x, options = prepared(case, lengths, dtype, with_states)
+def on_one_process(case, lengths, dtype, with_states, device):
+    function, x, options = prepared(case, lengths, dtype, with_states, device)
     leaves = leaves_of(x)
-    cu_seqlens = torch.tensor(offsets_of(lengths))
+    cu_seqlens = torch.tensor(offsets_of(lengths), device=device)
     outputs = function(**leaves, **options, output_final_state=True, cu_seqlens=cu_seqlens)
     generator = torch.Generator().manual_seed(7)
-    weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64) for y in outputs]
+    weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(device) for y in outputs]
     loss_of(outputs, weights).backward()
     return outputs, weights, {name: leaf.grad for name, leaf in leaves.items()}
 
 
 def on_this_rank(context, case, lengths, dtype, with_states, weights):
     """(outputs, gradients, which sequences are here, which of them begin here, which end here)."""
-    function, x, options = prepared(case, lengths, dtype, with_states)
+    device = context.cu_seqlens.device
+    function, x, options = prepared(case, lengths, dtype, with_states, device)
     cu_seqlens, span = offsets_of(lengths), context.span
     here = [n for n, (a, b) in enumerate(itertools.pairwise(cu_seqlens)) if max(a, span.start) < min(b, span.end)]
     begin = [cu_seqlens[n] >= span.start for n in here]
@@ -145,7 +145,7 @@ def on_this_rank(context, case, lengths, dtype, with_states, weights):
 
     leaves = leaves_of({name: local(name, value) for name, value in x.items()})
     outputs = function(**leaves, **options, output_final_state=True, cp_context=context)
-    ending = torch.tensor(end, dtype=torch.float64)
+    ending = torch.tensor(end, dtype=torch.float64, device=device)
     local_weights = [
         context.shard(weights[0]),
         *(w[here] * ending.view(-1, *[1] * (w.dim() - 1)) for w in weights[1:]),
@@ -161,7 +161,8 @@ def distance(x, y):
 
 
 def check(context, case, lengths, dtype=torch.float32, with_states=True, bound=1e-5, same_bits=False):
-    expected, weights, gradients = on_one_process(case, lengths, dtype, with_states)
+    device = context.cu_seqlens.device
+    expected, weights, gradients = on_one_process(case, lengths, dtype, with_states, device)
     outputs, found, (here, begin, end) = on_this_rank(context, case, lengths, dtype, with_states, weights)
     what = f"{case.__name__} {lengths} {dtype} {context.mode} rank {context.rank} of {context.world_size}"
 
@@ -184,8 +185,9 @@ def check(context, case, lengths, dtype=torch.float32, with_states=True, bound=1
             for i, n in enumerate(here):
                 compare("d" + name, gradient[i], gradients[name][n] if begin[i] else torch.zeros_like(gradient[i]))
         else:  # the caller sums the gradients of parameters over the ranks
-            dist.all_reduce(gradient)
-            compare("d" + name, gradient, gradients[name], bits=False)
+            total = gradient.cpu()
+            dist.all_reduce(total)
+            compare("d" + name, total, gradients[name].cpu(), bits=False)
 
 
 # What runs on the ranks ---------------------------------------------------------------------------------------------
@@ -455,6 +457,29 @@ def test_map_in_the_compiler():
 
 
 # Several processes --------------------------------------------------------------------------------------------------
+
+
+def agreement_on_cuda():
+    """All ranks on one device, with gloo over copies in host memory."""
+    for name in ("one", "spanning", "fewer_than_ranks"):
+        lengths = LENGTHS[name]
+        cu_seqlens = torch.tensor(offsets_of(lengths), device="cuda")
+        for mode in ("affine", "in_order", None):
+            context = build_cp_context(cu_seqlens, mode=mode)
+            for case in (delta_rule, gated_delta_rule, kda, convolution):
+                check(context, case, lengths, bound=3e-5)
+                check(context, case, lengths, torch.bfloat16, bound=3e-2)
+        context = build_cp_context(cu_seqlens, mode="in_order", align=64)
+        check(context, ttt_linear, lengths, bound=3e-5)
+        for case in (delta_rule, gated_delta_rule, kda):
+            for dtype in (torch.float32, torch.bfloat16):
+                check(context, case, lengths, dtype, bound=3e-2, same_bits=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_agreement_on_cuda(world_size):
+    ranks.run(world_size, agreement_on_cuda)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])

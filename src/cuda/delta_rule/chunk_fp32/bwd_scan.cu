@@ -104,7 +104,7 @@ __device__ __forceinline__ void retreat(const TileBackwardArgs& args, const Sequ
     for (int e = 0; e < 4; ++e) d_o[n][e] = decode(raw[n][e], args.d_o.dtype);
   }
   solve_adjoint(stage.sP, stage.J, stage.token, lane, d_o, Y);
-  if (args.G.present()) store_values(args.Y, rows_of(args.Y), lane, Y);
+  if (args.Y.present()) store_values(args.Y, rows_of(args.Y), lane, Y);
   update_gradient(stage, lane, d_o, Y, G);
   if (!args.dv.present()) return;
 #pragma unroll
