@@ -76,13 +76,14 @@ def active_context() -> CPContext | None:
 
 
 class _Family:
-    """An operator with its inputs: how they are cut by heads, and how it runs on one device. A state of one head is a
-    matrix of `state_rows` rows, in which several tensors may lie under each other."""
+    """An operator: how its inputs are cut by heads, and how it runs on one device."""
 
     axes: tuple[int, ...]  # the axis of each input that heads lie along; the initial states, at the end, are inputs too
     first_state: int  # the place of the first of them
     num_heads: int  # those that can be computed on their own
     group: int  # state heads for each of them
+    state_shape: tuple[int, int]  # of the matrix that a message has for each of those
+    state_dtype: torch.dtype
 
     def heads(self, inputs: tuple, first: int, last: int) -> tuple:
         """The inputs of heads [first, last)."""
@@ -97,7 +98,7 @@ class _Family:
         raise NotImplementedError
 
     def pack(self, states: tuple) -> Tensor:
-        """The matrices `[N, heads, state_rows, columns]` that the state tensors make."""
+        """The matrices `[N, heads, ..]` of a message, in which the state tensors may lie under each other."""
         raise NotImplementedError
 
     def unpack(self, matrices: Tensor) -> tuple:
@@ -110,20 +111,12 @@ class _DeltaRule(_Family):
     def __init__(self, inputs: tuple, bits: int, scale: float | None, lower_bound: float | None, keep: bool) -> None:
         q, k, v = inputs[:3]
         self.num_heads, self.group = q.shape[2], v.shape[2] // q.shape[2]
-        self.K, self.V = q.shape[3], v.shape[3]
+        self.state_shape = self.K, self.V = q.shape[3], v.shape[3]
         self.v_first = bool(bits & _delta_rule.STATE_V_FIRST)
         bits |= _delta_rule.OUTPUT_FINAL_STATE
         self.kept_dtype = _delta_rule.dtype_of_kept_states(q, bits, keep)
         self.options = (bits | v.shape[2] << _delta_rule.TOTAL_HEADS_SHIFT, scale, lower_bound)
         self.state_dtype = _delta_rule.state_dtype(q)
-
-    @property
-    def state_rows(self) -> int:
-        return self.K
-
-    @property
-    def state_columns(self) -> int:
-        return self.V
 
     def heads(self, inputs, first, last):
         count = last - first
@@ -176,16 +169,9 @@ class _TttLinear(_Family):
     def __init__(self, inputs: tuple, options: tuple) -> None:
         q = inputs[0]
         self.num_heads, self.group, self.D = q.shape[2], 1, q.shape[3]
+        self.state_shape = (self.D + 1, self.D)
         self.options = options
         self.state_dtype = _delta_rule.state_dtype(q)
-
-    @property
-    def state_rows(self) -> int:
-        return self.D + 1
-
-    @property
-    def state_columns(self) -> int:
-        return self.D
 
     def heads(self, inputs, first, last):
         return tuple(
@@ -241,16 +227,15 @@ def _without_first(states: tuple) -> tuple:
 def _compose(messages: Tensor, ranks: tuple[int, ...], V: int, transposed: bool) -> Tensor:
     """The state after the last of these ranks, in their order: `S <- M S + h`, from the h of the first. In double, and
     rounded once: no part of it depends on what the products of the device are allowed to be rounded to."""
-    wide = messages.to(torch.float64)
-    state = wide[ranks[0], ..., :V]
+    state = messages[ranks[0], ..., :V].double()
     for rank in ranks[1:]:
-        M = wide[rank, ..., V:]
-        state = torch.matmul(M.mT if transposed else M, state) + wide[rank, ..., :V]
+        M, h = messages[rank, ..., V:].double(), messages[rank, ..., :V].double()
+        state = torch.matmul(M.mT if transposed else M, state) + h
     return state.to(messages.dtype).unsqueeze(0)
 
 
 class _Affine:
-    """One exchange each way. What is kept for the backward: (the state that came in, M)."""
+    """One exchange each way. What is kept for the backward: (what the operator keeps, the initial states, M)."""
 
     def __init__(self, context: CPContext, family: _DeltaRule) -> None:
         self.context, self.family = context, family
@@ -279,7 +264,6 @@ class _Affine:
             start = family.pack((given,))[-1:] if given is not None and begins_here else None
             square, state = family.map_forward(last, start, span.is_interior)
         exchange = all_gather(self._message(inputs[0], square, state), context.group)
-        incoming = None
         if span.before:
             incoming = _compose(exchange.wait(), span.before, family.V, False)
             (given,) = _first_and_rest(span.num_sequences, (given,), family.unpack(incoming))
@@ -319,22 +303,24 @@ class _Heads:
 
     def __init__(self, stages: int, axis: int) -> None:
         self._stages, self._axis = stages, axis
-        self.whole, self._filled = None, 0
+        self._whole, self._filled = None, 0
 
     def add(self, part: Tensor | None) -> None:
         if part is None or self._stages == 1:
-            self.whole = part
+            self._whole = part
             return
         count = part.shape[self._axis]
-        if self.whole is None:  # the last stage may have fewer heads
+        if self._whole is None:
             shape = list(part.shape)
             shape[self._axis] = count * self._stages
-            self.whole = part.new_empty(shape)
-        self.whole.narrow(self._axis, self._filled, count).copy_(part)
+            self._whole = part.new_empty(shape)
+        self._whole.narrow(self._axis, self._filled, count).copy_(part)
         self._filled += count
 
     def result(self) -> Tensor | None:
-        return self.whole if self.whole is None or self._stages == 1 else self.whole.narrow(self._axis, 0, self._filled)
+        if self._whole is None or self._stages == 1:
+            return self._whole
+        return self._whole.narrow(self._axis, 0, self._filled)  # the last stage may have had fewer heads
 
 
 class _InOrder:
@@ -349,18 +335,14 @@ class _InOrder:
     def _receive(self, like: Tensor, rank: int) -> list[Received]:
         family = self.family
         like = like.new_empty((), dtype=family.state_dtype)
-        shapes = [
-            (1, (last - first) * family.group, family.state_rows, family.state_columns) for first, last in self.stages
-        ]
+        shapes = [(1, (last - first) * family.group, *family.state_shape) for first, last in self.stages]
         return [Received(shape, like, rank, self.context.group) for shape in shapes]
 
     def forward(self, inputs: tuple, keep: bool) -> tuple[Tensor, tuple, tuple]:
         context, family, span = self.context, self.family, self.context.span
         arriving = self._receive(inputs[0], span.before[-1]) if span.before else None
-        output, finals = (
-            _Heads(len(self.stages), 2),
-            [_Heads(len(self.stages), 1) for _ in inputs[family.first_state :]],
-        )
+        output = _Heads(len(self.stages), 2)
+        finals = [_Heads(len(self.stages), 1) for _ in inputs[family.first_state :]]
         kept, under_way = [], []
         for stage, (first, last) in enumerate(self.stages):
             part = family.heads(inputs, first, last)
@@ -496,30 +478,27 @@ def _halo_rows(context: CPContext, rank: int, width: int) -> list[tuple[int, int
 
 
 class _ConvStates(torch.autograd.Function):
-    """From x `[1, T, D]` and the initial states `[N, D, W]` or None, to the states of the sequences on this rank. On
-    every rank something depends on the result and the result on x, so that all of them take part in the backward."""
+    """From the last inputs of this rank's last sequence, at most W of them, `[1, .., D]`, and the initial states
+    `[N, D, W]` or None, to the states of the sequences on this rank. On every rank the convolution depends on the
+    result and the result on x, so that all of them take part in the backward."""
 
     @staticmethod
     def forward(ctx, context: CPContext, width: int, x: Tensor, initial_state: Tensor | None) -> Tensor:
-        span = context.span
+        span, (_, count, D) = context.span, x.shape
         wide = torch.promote_types(x.dtype, torch.float32)
-        tail = x.new_zeros((width, x.shape[2]), dtype=wide)
-        ctx.begins_here = initial_state is not None and (span.num_sequences > 1 or not span.before)
+        tail = x.new_zeros((width, D), dtype=wide)
+        ctx.with_start = initial_state is not None and (span.num_sequences > 1 or not span.before)
         if span.after:
-            rows = x[0, span.cu_seqlens[-2] :].to(wide)
-            if ctx.begins_here:
-                rows = torch.cat([initial_state[-1].mT.to(wide), rows])
-            rows = rows[-width:]
-            tail[width - rows.shape[0] :] = rows
+            tail[width - count :] = x[0]
+            if ctx.with_start:
+                tail[: width - count] = initial_state[-1, :, count:].mT
         tails = all_gather(tail, context.group).wait()
-        ctx.context, ctx.shape = context, x.shape
+        ctx.context, ctx.count = context, count
         ctx.dtypes = (x.dtype, None if initial_state is None else initial_state.dtype)
-        shape = (span.num_sequences, x.shape[2], width)
-        states = x.new_zeros(shape) if initial_state is None else initial_state.clone()
+        states = x.new_zeros((span.num_sequences, D, width)) if initial_state is None else initial_state.clone()
         if span.before:
             rows = _halo_rows(context, context.rank, width)
-            halo = torch.stack([tail.new_zeros(x.shape[2]) if at is None else tails[at] for at in rows])
-            states[0] = halo.mT
+            states[0] = torch.stack([tail.new_zeros(D) if at is None else tails[at] for at in rows], 1)
         return states
 
     @staticmethod
@@ -528,8 +507,7 @@ class _ConvStates(torch.autograd.Function):
         context, span = ctx.context, ctx.context.span
         dtype, state_dtype = ctx.dtypes
         wide = torch.promote_types(dtype, torch.float32)
-        _, T, D = ctx.shape
-        width = d_states.shape[2]
+        _, D, width = d_states.shape
         d_halo = d_states.new_zeros((width, D), dtype=wide)
         if span.before:
             d_halo += d_states[0].mT
@@ -539,34 +517,28 @@ class _ConvStates(torch.autograd.Function):
             for row, at in enumerate(_halo_rows(context, rank, width)):
                 if at is not None and at[0] == context.rank:
                     d_tail[at[1]] += d_halos[rank, row]
-        d_x = d_tail.new_zeros((1, T, D))
         d_initial = None
         if state_dtype is not None:
             d_initial = d_states.to(wide).clone()
             if span.before:
                 d_initial[0] = 0
-        if span.after:
-            count = min(width, T - span.cu_seqlens[-2])
-            d_x[0, T - count :] = d_tail[width - count :]
-            if ctx.begins_here:  # the message began with the last of the state's own
-                d_initial[-1, :, count:] += d_tail[: width - count].mT
-        return None, None, d_x.to(dtype), None if d_initial is None else d_initial.to(state_dtype)
+            if span.after and ctx.with_start:
+                d_initial[-1, :, ctx.count :] += d_tail[: width - ctx.count].mT
+            d_initial = d_initial.to(state_dtype)
+        return None, None, d_tail[width - ctx.count :].unsqueeze(0).to(dtype), d_initial
 
 
 @torch.compiler.disable
-def conv_states(cp_context: CPContext, x: Tensor, width: int, initial_state: Tensor | None = None) -> Tensor | None:
+def conv_states(
+    cp_context: CPContext, rows: Sequence[Tensor], width: int, initial_state: Tensor | None = None
+) -> Tensor | None:
     """The inputs before the sequences on this rank, `[N, D, W]`: those of the ranks before it for one that began there,
-    else those of the initial state."""
+    else those of the initial state. Several inputs `[1, T, ..]` lie behind each other in D and take one exchange."""
     if cp_context.conv1d_kernel_size not in (None, width):
         raise ValueError(f"weight: expected the {cp_context.conv1d_kernel_size} columns of cp_context, got {width}")
     if cp_context.longest_chain == 1:
         return initial_state
-    return _ConvStates.apply(cp_context, width, x, initial_state)
-
-
-def conv_states_of(cp_context: CPContext, rows: Sequence[Tensor], width: int) -> tuple:
-    """The same for several inputs of convolutions of one width, in one exchange."""
-    states = conv_states(cp_context, torch.cat(rows, -1), width)
-    if states is None:
-        return (None,) * len(rows)
-    return states.split([x.shape[2] for x in rows], 1)
+    span, T = cp_context.span, cp_context.num_tokens
+    count = min(width, T - span.cu_seqlens[-2]) if span.num_sequences else 0
+    tail = torch.cat([x[:, T - count :] for x in rows], -1)
+    return _ConvStates.apply(cp_context, width, tail, initial_state)

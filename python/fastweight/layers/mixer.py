@@ -120,7 +120,9 @@ class TokenMixer(nn.Module):
             return tuple(F.silu(r) if s else r for r, s in zip(rows, silu, strict=True)), None
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         if cp_context is not None:
-            states = _cp.conv_states_of(cp_context, rows, self.q_conv1d.kernel_size[0])
+            together = _cp.conv_states(cp_context, rows, self.q_conv1d.kernel_size[0])
+            widths = [row.shape[2] for row in rows]
+            states = (None, None, None) if together is None else together.split(widths, 1)
         else:
             states = (None, None, None) if entry is None else entry["conv_state"]
         results = [

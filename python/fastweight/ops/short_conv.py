@@ -50,7 +50,7 @@ def causal_conv1d(
         cu_seqlens = _cp.local_offsets(cp_context, "x", x, cu_seqlens)
     _checks.sequences(x, initial_state, cu_seqlens)
     if cp_context is not None:
-        initial_state = _cp.conv_states(cp_context, x, weight.shape[1], initial_state)
+        initial_state = _cp.conv_states(cp_context, (x,), weight.shape[1], initial_state)
     return _short_conv.forward(
         (x, weight, bias, initial_state, cu_seqlens), _activation(activation), residual, bool(output_final_state)
     )
