@@ -84,6 +84,10 @@ def opcheck_cases():
         yield "delta_rule_backward", (d_o, None, None, *delta_rule_arguments(False), *DELTA_RULE_OPTIONS, mask)
     *inputs, state, cu_seqlens = delta_rule_arguments(False)
     yield "delta_rule_step", (state, None, *inputs, None, cu_seqlens, *DELTA_RULE_OPTIONS)
+    for wanted in (1, 2, 3):
+        yield "delta_rule_map_forward", (*delta_rule_arguments(False), *DELTA_RULE_OPTIONS, wanted)
+        without_state = (*inputs, None, cu_seqlens, *DELTA_RULE_OPTIONS, wanted)
+        yield "delta_rule_map_backward", (d_o, None, *without_state)
     for flag in (False, True):
         yield "ttt_linear_forward", (*ttt_arguments(False), None, 1e-6, 16, flag)
         yield "ttt_linear_differentiable", (*ttt_arguments(True), None, 1e-6, 16, flag)
@@ -217,7 +221,7 @@ def test_states_in_sixteen_bits_are_kept(op, dtype, v_first, monkeypatch):
     _, expected = run(exact)
     plain, recomputed = run(rounded)
     assert len(plain) == len(x)
-    monkeypatch.setattr(_delta_rule, "_dtype_of_kept_states", lambda q, options, disable_recompute: q.dtype)
+    monkeypatch.setattr(_delta_rule, "dtype_of_kept_states", lambda q, options, disable_recompute: q.dtype)
     saved, found = run(rounded)
     (states,) = (y for y in saved if y.dim() == 5)
     assert states.dtype == dtype
@@ -232,7 +236,7 @@ def test_states_in_sixteen_bits_are_kept(op, dtype, v_first, monkeypatch):
 
 def test_what_is_kept_on_cuda():
     """The choice by device, type and form, and the shapes without values, for which no device is needed."""
-    keep = _delta_rule._dtype_of_kept_states
+    keep = _delta_rule.dtype_of_kept_states
     with FakeTensorMode():
         q, v, beta = (torch.empty(1, 300, *n, device="cuda") for n in ((2, 64), (4, 32), (4,)))
         for dtype in (torch.bfloat16, torch.float16):

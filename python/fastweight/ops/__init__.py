@@ -1,6 +1,6 @@
 """The operators, with the names and arguments that flash-linear-attention gave them."""
 
-from . import cp
+from . import cp as cp
 from .blocks import chunk_local_cumsum, fused_gdn_gate, fused_kda_gate, l2norm, solve_tril
 from .delta_rule import chunk_delta_rule, delta_rule_step, fused_recurrent_delta_rule
 from .delta_rule_map import delta_rule_map, delta_rule_map_backward
@@ -23,7 +23,6 @@ __all__ = [
     "chunk_kda",
     "chunk_local_cumsum",
     "chunk_ttt_linear",
-    "cp",
     "delta_rule_map",
     "delta_rule_map_backward",
     "delta_rule_step",
