@@ -5,12 +5,14 @@ import multiprocessing
 import os
 import pathlib
 import tempfile
+import time
 import traceback
 
 TIMEOUT = datetime.timedelta(seconds=60)
+LONGEST = 300  # seconds that all of it may take
 
 
-def _main(function, arguments, rank, world_size, store, results, timeout):
+def _main(function, arguments, rank, world_size, store, results):
     import torch
     import torch.distributed as dist
 
@@ -19,16 +21,16 @@ def _main(function, arguments, rank, world_size, store, results, timeout):
     error = None
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=TIMEOUT
         )
         function(*arguments)
         dist.destroy_process_group()
     except BaseException:
-        error = traceback.format_exc()
+        error = traceback.format_exc()[-4000:]  # what a pipe holds without a reader, for several of them
     results.put((rank, error))
 
 
-def run(world_size, function, *arguments, timeout=TIMEOUT):
+def run(world_size, function, *arguments):
     """`function(*arguments)` on every rank. The processes are forks of one that has imported PyTorch. What ranks raise
     is raised here."""
     context = multiprocessing.get_context("forkserver")
@@ -37,15 +39,19 @@ def run(world_size, function, *arguments, timeout=TIMEOUT):
     with tempfile.TemporaryDirectory() as folder:
         store = pathlib.Path(folder) / "store"
         processes = [
-            context.Process(
-                target=_main, args=(function, arguments, rank, world_size, store, results, timeout), daemon=True
-            )
+            context.Process(target=_main, args=(function, arguments, rank, world_size, store, results), daemon=True)
             for rank in range(world_size)
         ]
         for process in processes:
             process.start()
-        errors = dict(results.get() for _ in processes)
+        deadline = time.monotonic() + LONGEST
         for process in processes:
-            process.join()
+            process.join(max(0, deadline - time.monotonic()))
+        errors = {rank: "ended without a word, or did not end" for rank in range(world_size)}
+        while not results.empty():
+            rank, error = results.get()
+            errors[rank] = error
+        for process in processes:
+            process.kill()
     failed = [f"rank {rank}: {error}" for rank, error in sorted(errors.items()) if error is not None]
     assert not failed, "\n".join(failed)

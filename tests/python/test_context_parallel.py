@@ -4,6 +4,7 @@ import datetime
 import functools
 import itertools
 import pathlib
+import random
 import time
 import types
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 import ranks
 from fastweight import layers, ops
+from fastweight._cp_context import cut, spans_of
 from fastweight.ops.cp import build_cp_context, context_parallel
 
 LENGTHS = {
@@ -402,7 +404,8 @@ def refusals():
 def one_rank_is_missing(mode, late):
     """A rank that ends, or that is later than the timeout, is an error on the others, in time."""
     lengths = [100]
-    context = build_cp_context(torch.tensor([0, 100]), mode=mode)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    context = build_cp_context(torch.tensor([0, 100]), group, mode=mode)
     function, x, options = prepared(delta_rule, lengths, torch.float32, False)
     missing = 0 if mode == "in_order" else 1
     if context.rank == missing:
@@ -413,6 +416,35 @@ def one_rank_is_missing(mode, late):
     with pytest.raises(RuntimeError):
         function(**{name: context.shard(value) for name, value in x.items()}, **options, cp_context=context)
     assert time.monotonic() - start < 4.5
+
+
+# Who holds what -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_spans(align):
+    """Against a list of the sequence of every token."""
+    dice = random.Random(align)
+    for _ in range(300):
+        lengths = [dice.choice([0, 1, 2, 7, 30]) for _ in range(dice.randint(1, 6))]
+        world_size = dice.randint(1, 6)
+        cu_seqlens = offsets_of(lengths)
+        bounds = cut(cu_seqlens, world_size, align)
+        owner = [n for n, length in enumerate(lengths) for _ in range(length)]
+        assert [bounds[0], bounds[-1]] == [0, len(owner)]
+        assert bounds == sorted(bounds)
+        held = [owner[a:b] for a, b in itertools.pairwise(bounds)]
+        for rank, span in enumerate(spans_of(cu_seqlens, bounds)):
+            here = held[rank]
+            assert [b - a for a, b in itertools.pairwise(span.cu_seqlens)] == [
+                len(list(run)) for _, run in itertools.groupby(here)
+            ]
+            assert span.before == tuple(r for r in range(rank) if here and here[0] in held[r])
+            assert span.after == tuple(r for r in range(rank + 1, world_size) if here and here[-1] in held[r])
+            assert span.halo == (span.start - cu_seqlens[here[0]] if here else 0)
+            assert span.halo % align == 0
+            if align == 1:
+                assert span.start == rank * len(owner) // world_size
 
 
 # The map in one process ---------------------------------------------------------------------------------------------
@@ -501,7 +533,7 @@ def test_refusals():
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("mode", ["affine", "in_order"])
 def test_a_missing_rank(mode, late):
-    ranks.run(2, one_rank_is_missing, mode, late, timeout=datetime.timedelta(seconds=2))
+    ranks.run(2, one_rank_is_missing, mode, late)
 
 
 @pytest.mark.parametrize(
