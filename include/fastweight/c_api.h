@@ -9,8 +9,8 @@
  * FW_INVALID_ARGUMENT or FW_UNSUPPORTED, has written nothing. After every other failure the outputs are undefined, and
  * on CUDA what was enqueued still runs.
  *
- * What each argument means stands in fastweight/delta_rule.h, fastweight/gla.h, fastweight/comba.h, fastweight/dplr.h,
- * fastweight/ttt_linear.h, fastweight/short_conv.h, fastweight/blocks.h and fastweight/context.h. Any number of threads
+ * What each argument means stands in fastweight/delta_rule.h, fastweight/delta_rule_map.h, fastweight/gla.h,
+ * fastweight/comba.h, fastweight/dplr.h, fastweight/ttt_linear.h, fastweight/short_conv.h, fastweight/blocks.h and fastweight/context.h. Any number of threads
  * may call at the same time.
  */
 #ifndef FASTWEIGHT_C_API_H_
@@ -90,6 +90,7 @@ typedef struct fw_delta_rule_options {
   int32_t allow_neg_eigval;
   int32_t gate_in_kernel;
   int32_t safe_gate;
+  int32_t total_value_heads; /* 0: those of v */
 } fw_delta_rule_options;
 
 typedef struct fw_delta_rule_inputs {
@@ -134,6 +135,25 @@ typedef struct fw_delta_rule_step_args {
   fw_tensor state_indices; /* [N]: the slot of each sequence, none twice, -1: skip it; optional */
   fw_tensor o;             /* [B, T, HV, V] */
 } fw_delta_rule_step_args;
+
+/* The map of a segment, see fastweight/delta_rule_map.h. */
+typedef struct fw_delta_rule_map_forward_args {
+  size_t struct_size;
+  const fw_delta_rule_inputs* inputs;
+  const fw_delta_rule_options* options;
+  fw_tensor m; /* [N, HV, K, K]; optional */
+  fw_tensor h; /* [N, HV, K, V]; optional */
+} fw_delta_rule_map_forward_args;
+
+typedef struct fw_delta_rule_map_backward_args {
+  size_t struct_size;
+  const fw_delta_rule_inputs* inputs; /* without initial_state */
+  const fw_delta_rule_options* options;
+  fw_tensor d_o;           /* [B, T, HV, V]; absent: 0 */
+  fw_tensor d_final_state; /* [N, HV, K, V]; absent: 0 */
+  fw_tensor mt;            /* [N, HV, K, K]; optional */
+  fw_tensor e;             /* [N, HV, K, V]; optional */
+} fw_delta_rule_map_backward_args;
 
 typedef struct fw_gla_options {
   size_t struct_size;
@@ -501,6 +521,8 @@ FW_API void fw_delta_rule_inputs_init(fw_delta_rule_inputs* inputs);
 FW_API void fw_delta_rule_forward_args_init(fw_delta_rule_forward_args* args);
 FW_API void fw_delta_rule_backward_args_init(fw_delta_rule_backward_args* args);
 FW_API void fw_delta_rule_step_args_init(fw_delta_rule_step_args* args);
+FW_API void fw_delta_rule_map_forward_args_init(fw_delta_rule_map_forward_args* args);
+FW_API void fw_delta_rule_map_backward_args_init(fw_delta_rule_map_backward_args* args);
 FW_API void fw_gla_options_init(fw_gla_options* options);
 FW_API void fw_gla_inputs_init(fw_gla_inputs* inputs);
 FW_API void fw_gla_forward_args_init(fw_gla_forward_args* args);
@@ -547,6 +569,10 @@ FW_API fw_status fw_delta_rule_backward(const fw_context* context, const fw_delt
                                         const char** implementation);
 FW_API fw_status fw_delta_rule_step(const fw_context* context, const fw_delta_rule_step_args* args,
                                     const char** implementation);
+FW_API fw_status fw_delta_rule_map_forward(const fw_context* context, const fw_delta_rule_map_forward_args* args,
+                                           const char** implementation);
+FW_API fw_status fw_delta_rule_map_backward(const fw_context* context, const fw_delta_rule_map_backward_args* args,
+                                            const char** implementation);
 FW_API fw_status fw_gla_forward(const fw_context* context, const fw_gla_forward_args* args,
                                 const char** implementation);
 FW_API fw_status fw_gla_backward(const fw_context* context, const fw_gla_backward_args* args,

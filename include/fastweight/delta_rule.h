@@ -42,6 +42,11 @@ struct DeltaRuleOptions {
   bool gate_in_kernel = false;
   double lower_bound = kUnset;  // kUnset: none
   bool safe_gate = false;       // per channel: the caller promises g >= -5 (checked for lower_bound). No kernel uses it
+
+  // Of a call with some of the value heads of a larger problem, whole groups of them: how many that one has. A backward
+  // on the CPU cuts its sums over value columns by the number of heads; with this it has the bits of the larger problem.
+  // 0: the call is the problem.
+  int32_t total_value_heads = 0;
 };
 
 // On CUDA the contents of cu_seqlens and state_indices stay on the device, and no call waits for it: offsets are

@@ -5,6 +5,7 @@
 #include "fastweight/comba.h"
 #include "fastweight/context.h"
 #include "fastweight/delta_rule.h"
+#include "fastweight/delta_rule_map.h"
 #include "fastweight/dplr.h"
 #include "fastweight/error.h"
 #include "fastweight/gate.h"

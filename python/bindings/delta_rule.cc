@@ -4,18 +4,21 @@
 
 #include "convert.h"
 #include "core/delta_rule_fields.h"
+#include "core/delta_rule_map_fields.h"
+#include "fastweight/delta_rule_map.h"
 #include "observe.h"
 
 namespace fastweight::bindings {
 namespace {
 
 // Switches are bits of one number: PyTorch takes 0.2 us for every argument that it converts, which adds up in a decoding
-// step. The lowest two bits are the gate, those from kChunkSizeShift on the chunk size. Between them stand the switches
-// among the options, in the order of their table, and three that Python alone has; delta_rule_switches() tells Python.
+// step. The lowest two bits are the gate, those from kChunkSizeShift on the chunk size, those from kTotalHeadsShift on
+// the total of value heads. Before them stand the switches among the options, in the order of their table, and three
+// that Python alone has; delta_rule_switches() tells Python.
 constexpr const char* kOptionSchema = "int options, float? scale, float? lower_bound";
 constexpr int64_t kGateMask = 3;
 constexpr int kFirstSwitch = 2;
-constexpr int kChunkSizeShift = 16;
+constexpr int kChunkSizeShift = 16, kTotalHeadsShift = 32;
 
 constexpr int kNumSwitches = [] {
   int count = 0;
@@ -36,7 +39,8 @@ struct Options {
   DeltaRuleOptions resolved() const {
     DeltaRuleOptions options;
     options.gate = static_cast<Gate>(bits & kGateMask);
-    options.chunk_size = static_cast<int32_t>(bits >> kChunkSizeShift);
+    options.chunk_size = static_cast<int32_t>(bits >> kChunkSizeShift & 0xffff);
+    options.total_value_heads = static_cast<int32_t>(bits >> kTotalHeadsShift);
     options.scale = number("scale", scale);
     options.lower_bound = number("lower_bound", lower_bound);
     int bit = kFirstSwitch;
@@ -153,6 +157,55 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
   });
 }
 
+// Of the two results of a map, those that `wanted` has a bit for: the square matrix, then the one with the shape of a
+// state.
+constexpr const char* kMapSchema = ", int wanted) -> ";
+
+template <class Args>
+struct MapResults {
+  MapResults(const Args& args, int64_t wanted, TensorView& square_view, TensorView& state_view) {
+    const TensorView& q = args.in.q;
+    const int64_t count = num_sequences(q, args.in.cu_seqlens), heads = extent(args.in.v, 2), K = extent(q, 3);
+    const auto [rows, columns] = state_axes(args.in, args.options);
+    if (wanted & 1) square = dense(q, state_dtype(q), {count, heads, K, K}, square_view);
+    if (wanted & 2) state = dense(q, state_dtype(q), {count, heads, rows, columns}, state_view);
+  }
+
+  Tensor square, state;
+};
+
+void map_forward(StableIValue* stack, uint64_t, uint64_t) {
+  guarded([stack] {
+    Arguments arguments(stack);
+    const TensorArguments<DeltaRuleInputs> in(arguments);
+    const Options options(arguments);
+    const int64_t wanted = arguments.take<int64_t>();
+    DeltaRuleMapForward args;
+    args.options = options.resolved();
+    in.view_as(args.in);
+    MapResults results(args, wanted, args.m, args.h);
+    call("delta_rule_map_forward", fastweight::delta_rule_map_forward, ContextOf(args.in.q), args);
+    give(stack, results.square, results.state);
+  });
+}
+
+void map_backward(StableIValue* stack, uint64_t, uint64_t) {
+  guarded([stack] {
+    Arguments arguments(stack);
+    const TensorArguments<DeltaRuleMapBackward> own(arguments);
+    const TensorArguments<DeltaRuleInputs> in(arguments);
+    const Options options(arguments);
+    const int64_t wanted = arguments.take<int64_t>();
+    DeltaRuleMapBackward args;
+    args.options = options.resolved();
+    in.view_as(args.in);
+    own.view_as(args);
+    MapResults results(args, wanted, args.mt, args.e);
+    call("delta_rule_map_backward", fastweight::delta_rule_map_backward, ContextOf(args.in.q), args);
+    give(stack, results.square, results.state);
+  });
+}
+
 }  // namespace
 
 std::span<const Operator> delta_rule_operators() {
@@ -168,6 +221,10 @@ std::span<const Operator> delta_rule_operators() {
        &backward},
       {"delta_rule_step(" + argument_schema<DeltaRuleStep>() + inputs + ") -> " + result_schema<DeltaRuleStep>(),
        &step},
+      {"delta_rule_map_forward(" + inputs + kMapSchema + result_schema<DeltaRuleMapForward>(), &map_forward},
+      {"delta_rule_map_backward(" + argument_schema<DeltaRuleMapBackward>() + inputs + kMapSchema +
+           result_schema<DeltaRuleMapBackward>(),
+       &map_backward},
   };
   return operators;
 }

@@ -30,6 +30,7 @@ std::string implementations(const char* family, const std::vector<Implementation
 std::string all_implementations() {
   const std::pair<const char*, std::vector<ImplementationInfo>> families[] = {
       {"delta_rule", delta_rule_implementations()},
+      {"delta_rule_map", delta_rule_map_implementations()},
       {"gla", gla_implementations()},
       {"comba", comba_implementations()},
       {"dplr", dplr_implementations()},

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import ops
+from . import _cp, ops
 from ._delta_rule import state_dtype
 from ._info import devices
 from ._short_conv import ACTIVATIONS
@@ -76,7 +76,9 @@ def _causal_conv1d_fn(original):
         if not _takes_short_conv("forward", hidden_states, weight, activation):
             return original(hidden_states, weight, bias, activation=activation, **kwargs)
         x = hidden_states.transpose(1, 2)  # they have the channels first
-        y, _ = ops.causal_conv1d(x, weight, bias, activation=activation, cu_seqlens=_offsets(None, kwargs))
+        context = _cp.active_context()
+        offsets = _offsets(None, kwargs) if context is None else None
+        y, _ = ops.causal_conv1d(x, weight, bias, activation=activation, cu_seqlens=offsets, cp_context=context)
         return y.transpose(1, 2)
 
     return causal_conv1d_fn
@@ -108,6 +110,8 @@ def _rule(ours, *positional):
             state = options.get("initial_state")
             if not _takes_delta_rule(key):
                 return original(query, key, value, g, beta, *arguments, **kwargs)
+            context = _cp.active_context() if "chunk_size" in positional else None
+            parallel = {} if context is None else {"cp_context": context}
             return ours(
                 query,
                 key,
@@ -117,7 +121,8 @@ def _rule(ours, *positional):
                 initial_state=None if state is None else state.to(state_dtype(query)),
                 output_final_state=options.get("output_final_state", False),
                 use_qk_l2norm_in_kernel=options.get("use_qk_l2norm_in_kernel", False),
-                cu_seqlens=_offsets(options.get("cu_seqlens"), options),
+                cu_seqlens=_offsets(options.get("cu_seqlens"), options) if context is None else None,
+                **parallel,
             )
 
         return rule
@@ -291,8 +296,9 @@ def accelerate() -> list[str]:
     flash-linear-attention run on fastweight's operators: models that exist, and models that are built later.
 
     Results and gradients agree with those of the PyTorch code that they replace to within rounding, on the CPU and on
-    CUDA. Packed sequences (`cu_seq_lens_q` or `seq_idx` among the arguments of the model) are kept apart. Calling it
-    again does no harm.
+    CUDA. Packed sequences (`cu_seq_lens_q` or `seq_idx` among the arguments of the model) are kept apart. Inside
+    `fastweight.ops.cp.context_parallel` their operators run over the ranks of the context. Calling it again does no
+    harm.
 
     Calls that fastweight has no kernel for keep the original function, such as query heads wider than 256.
 

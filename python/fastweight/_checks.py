@@ -31,15 +31,6 @@ def no_head_first(head_first: bool | None) -> None:
         raise DeprecationWarning("head_first: expected none, there is one layout [B, T, H, ..]")
 
 
-def no_context_parallel(cp_context, initial_state: Tensor | None, output_final_state: bool) -> None:
-    if cp_context is None:
-        return
-    require(initial_state is None, "initial_state: expected none with cp_context, got a tensor")
-    require(not output_final_state, "output_final_state: expected False with cp_context, got True")
-    require(getattr(cp_context, "cu_seqlens", None) is not None, "cp_context: expected cu_seqlens in it, got none")
-    raise NotImplementedError("cp_context: context parallelism is not supported")
-
-
 def sequences(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> None:
     if cu_seqlens is None:
         return

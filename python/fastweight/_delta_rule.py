@@ -2,8 +2,8 @@
 
 The schemas follow from the tables in src/core/delta_rule_fields.h (python/bindings/delta_rule.cc): inputs (q, k, v, g,
 beta, .., cu_seqlens), options (bits, scale, lower_bound), for a forward then (chunk_states_dtype, cu_seqlens_cpu,
-kept_words). The
-bits are a gate, the switches below, and `chunk_size << CHUNK_SIZE_SHIFT`.
+kept_words). The bits are a gate, the switches below, `chunk_size << CHUNK_SIZE_SHIFT`, and
+`total_value_heads << TOTAL_HEADS_SHIFT`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ TOKEN_BY_TOKEN = _SWITCHES["token_by_token"]  # on CUDA, where the forms round d
 OUTPUT_FINAL_STATE = _SWITCHES["output_final_state"]
 STATES_FOR_BACKWARD = _SWITCHES["states_for_backward"]  # chunk states lie as [.., V, K] in memory and are no result
 CHUNK_SIZE_SHIFT = 16
+TOTAL_HEADS_SHIFT = 32
 
 _ARGUMENTS = argument_names("delta_rule_forward")
 _NUM_INPUTS = _ARGUMENTS.index("options")
@@ -100,14 +101,21 @@ def _kept_words(device: int, gate: int, dtype: torch.dtype, head_dim_k: int) -> 
 def _words_of_kept_factors(q: Tensor, options: int, disable_recompute: bool) -> int:
     """How many words such a forward keeps beside the states, of every chunk and value head; 0: none.
 
-    With one decay per head, and with none, a quarter of the memory of q, k, v and o (64 tokens to a chunk, K = V = 128).
-    With one per channel as much as they have themselves: then only where it is told to.
+    With one decay per head, and with none, a quarter of the memory of q, k, v and o (64 tokens to a chunk,
+    K = V = 128). With one per channel as much as they have themselves: then only where it is told to.
     """
     gate = options & 3
     if gate == PER_CHANNEL and not disable_recompute:
         return 0
     index = q.device.index if q.device.index is not None else torch.cuda.current_device()
     return _kept_words(index, gate, q.dtype, q.shape[3])
+
+
+def kept_for_backward(q: Tensor, options: int, disable_recompute: bool) -> tuple[torch.dtype | None, int]:
+    """(the type of the states, the words beside them) of a forward whose gradient will be asked for."""
+    dtype = _dtype_of_kept_states(q, options, disable_recompute)
+    with_factors = q.device.type == "cuda" and dtype == q.dtype
+    return dtype, _words_of_kept_factors(q, options, disable_recompute) if with_factors else 0
 
 
 def forward(
@@ -118,20 +126,17 @@ def forward(
     disable_recompute: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """(o, final_state), None where it was not asked for."""
-    parts = _columns(inputs[2])
+    parts = columns(inputs[2])
     if parts is not None:
         results = [
-            forward(_inputs_of(inputs, part, options), options, scale, lower_bound, disable_recompute) for part in parts
+            forward(inputs_of(inputs, part, options), options, scale, lower_bound, disable_recompute) for part in parts
         ]
-        return _joined(results, options)
+        return joined(results, options)
     dtype, kept_words = None, 0
     if needs_gradient(inputs):
-        q = inputs[0]
-        dtype = _dtype_of_kept_states(q, options, disable_recompute)
+        dtype, kept_words = kept_for_backward(inputs[0], options, disable_recompute)
         if dtype is not None:
             options |= STATES_FOR_BACKWARD
-        if q.device.type == "cuda" and dtype == q.dtype:
-            kept_words = _words_of_kept_factors(q, options, disable_recompute)
     o, final_state, _, _ = _forward(inputs, (options, scale, lower_bound, dtype, None, kept_words))
     return o, final_state
 
@@ -140,13 +145,13 @@ def forward_with_states(
     inputs: tuple, options: int, scale: float | None, lower_bound: float | None, cu_seqlens_cpu: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(o, final_state, chunk_states), the states before every chunk in the type of k. No gradients."""
-    parts = _columns(inputs[2])
+    parts = columns(inputs[2])
     if parts is not None:
         results = [
-            forward_with_states(_inputs_of(inputs, part, options), options, scale, lower_bound, cu_seqlens_cpu)
+            forward_with_states(inputs_of(inputs, part, options), options, scale, lower_bound, cu_seqlens_cpu)
             for part in parts
         ]
-        return _joined(results, options)
+        return joined(results, options)
     return _forward(inputs, (options, scale, lower_bound, inputs[1].dtype, cu_seqlens_cpu, 0))[:3]
 
 
@@ -155,7 +160,7 @@ def forward_with_states(
 _WIDEST_ON_CUDA = 256
 
 
-def _columns(v: Tensor) -> list[slice] | None:
+def columns(v: Tensor) -> list[slice] | None:
     """The ranges of columns that run one after the other; None: all at once."""
     V = v.shape[-1]
     if v.device.type != "cuda" or V <= _WIDEST_ON_CUDA:
@@ -169,14 +174,14 @@ def _state_of(state: Tensor | None, part: slice, options: int) -> Tensor | None:
     return state[..., part, :] if options & STATE_V_FIRST else state[..., part]
 
 
-def _inputs_of(inputs: tuple, part: slice, options: int) -> tuple:
+def inputs_of(inputs: tuple, part: slice, options: int) -> tuple:
     q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens = inputs
     if beta is not None and beta.dim() == 4:
         beta = beta[..., part]
     return q, k, v[..., part], g, beta, A_log, dt_bias, _state_of(initial_state, part, options), cu_seqlens
 
 
-def _joined(results: list[tuple], options: int) -> tuple:
+def joined(results: list[tuple], options: int) -> tuple:
     """(o, states ..) of all columns."""
     o, *states = zip(*results, strict=True)
     axis = -2 if options & STATE_V_FIRST else -1
@@ -190,19 +195,38 @@ def step(state: Tensor, state_indices: Tensor | None, inputs: tuple, options: tu
     """Advances `state` in place and returns o."""
     if needs_gradient((state, *inputs)):
         raise NotImplementedError("a step in place has no gradient: call it under torch.no_grad()")
-    parts = _columns(inputs[2])
+    parts = columns(inputs[2])
     if parts is not None:
         bits = options[0]
         outputs = [
-            step(_state_of(state, part, bits), state_indices, _inputs_of(inputs, part, bits), options) for part in parts
+            step(_state_of(state, part, bits), state_indices, inputs_of(inputs, part, bits), options) for part in parts
         ]
         return torch.cat(outputs, -1)
     return run(_step_operator, state, state_indices, *inputs, *options)
 
 
+MAP_SQUARE, MAP_STATE = 1, 2  # the results of a map that are wanted
+
+
+def map_forward(inputs: tuple, options: tuple, wanted: int = MAP_SQUARE | MAP_STATE) -> tuple:
+    """(M, h), None for what is not wanted."""
+    return run(operators.delta_rule_map_forward.default, *inputs, *options, wanted)
+
+
+def map_backward(
+    d_o: Tensor | None,
+    d_final_state: Tensor | None,
+    inputs: tuple,
+    options: tuple,
+    wanted: int = MAP_SQUARE | MAP_STATE,
+) -> tuple:
+    """(the transpose of M, e), None for what is not wanted."""
+    return run(operators.delta_rule_map_backward.default, d_o, d_final_state, *inputs, *options, wanted)
+
+
 def _fake_forward(*arguments):
     x = SimpleNamespace(**dict(zip(_ARGUMENTS, arguments, strict=True)))
-    chunk_size = x.options >> CHUNK_SIZE_SHIFT
+    chunk_size = x.options >> CHUNK_SIZE_SHIFT & 0xFFFF
     B, T, HV, V = x.v.shape
     K = x.q.shape[3]
     state = (HV, V, K) if x.options & STATE_V_FIRST else (HV, K, V)
@@ -243,3 +267,24 @@ def _(d_o, d_final_state, chunk_states, kept, *rest):
 @torch.library.register_fake("fastweight::delta_rule_step")
 def _(state, state_indices, q, k, v, *rest):
     return q.new_empty(v.shape)
+
+
+def _fake_map(inputs: tuple, options: int, wanted: int) -> tuple:
+    q, v, cu_seqlens = inputs[0], inputs[2], inputs[8]
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+    state = (V, K) if options & STATE_V_FIRST else (K, V)
+    shapes = ((N, HV, K, K), (N, HV, *state))
+    return tuple(
+        q.new_empty(shape, dtype=state_dtype(q)) if wanted >> bit & 1 else None for bit, shape in enumerate(shapes)
+    )
+
+
+@torch.library.register_fake("fastweight::delta_rule_map_forward")
+def _(*arguments):
+    return _fake_map(arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS], arguments[-1])
+
+
+@torch.library.register_fake("fastweight::delta_rule_map_backward")
+def _(d_o, d_final_state, *arguments):
+    return _fake_map(arguments[:_NUM_INPUTS], arguments[_NUM_INPUTS], arguments[-1])

@@ -2,6 +2,7 @@
 // cannot see: null structs and their sizes. Values travel unchanged; the operators judge them.
 #pragma once
 
+#include <cstddef>
 #include <cstring>
 #include <string>
 
@@ -26,6 +27,9 @@ const char* permanent_name(const std::string& name);
 //     inline constexpr size_t kFirstSize<fw_context> = offsetof(fw_context, added);
 template <class CStruct>
 inline constexpr size_t kFirstSize = sizeof(CStruct);
+
+template <>
+inline constexpr size_t kFirstSize<fw_delta_rule_options> = offsetof(fw_delta_rule_options, total_value_heads);
 
 // Zeros, which stand for absent tensors, null pointers and false; the size; the defaults of C++ for the options, those
 // of Struct and of the struct of options in it whose members this C struct has. Nothing for a null pointer.

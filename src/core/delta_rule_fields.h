@@ -56,6 +56,6 @@ inline constexpr auto kOptions<DeltaRuleOptions, S> =
                     option("state_v_first", &S::state_v_first), option("qk_l2norm", &S::qk_l2norm),
                     option("beta_sigmoid", &S::beta_sigmoid), option("allow_neg_eigval", &S::allow_neg_eigval),
                     option("gate_in_kernel", &S::gate_in_kernel), option("lower_bound", &S::lower_bound),
-                    option("safe_gate", &S::safe_gate));
+                    option("safe_gate", &S::safe_gate), option("total_value_heads", &S::total_value_heads));
 
 }  // namespace fastweight

@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "core/delta_rule_fields.h"
+#include "core/delta_rule_map_fields.h"
 #include "core/parameters.h"
 #include "cpu/delta_rule/registry.h"
 #include "cuda/backend.h"
@@ -254,6 +255,10 @@ DeltaRuleSizes check_inputs(const DeltaRuleInputs& in, const DeltaRuleOptions& o
   check_sequences(in, options, sizes);
   check::scratch_extent(sizes.batch, sizes.tokens, sizes.num_sequences, sizes.num_value_heads,
                         kMaxHeadDim * std::max(kMaxHeadDim, sizes.head_dim_v));
+  if (options.total_value_heads != 0 && options.total_value_heads < sizes.num_value_heads) {
+    invalid("total_value_heads", "0, or at least the " + std::to_string(sizes.num_value_heads) + " heads of v",
+            std::to_string(options.total_value_heads));
+  }
   check_beta(in, options, transition.correction, sizes);
   check_gate(in, options, sizes);
   check_gate_parameters(in, options, sizes);
@@ -276,17 +281,22 @@ void check_rest(const Context& context, const DeltaRuleForward& args, DeltaRuleS
   }
 }
 
-void check_rest(const Context& context, const DeltaRuleBackward& args, DeltaRuleSizes& sizes) {
-  const DeltaRuleInputs& in = args.in;
+// d_o and d_final_state.
+template <class Args>
+void check_output_gradients(const Args& args, const DeltaRuleSizes& sizes) {
   if (args.d_o.present()) {
     check::shape("d_o", args.d_o, {sizes.batch, sizes.tokens, sizes.num_value_heads, sizes.head_dim_v});
-    check::dtype("d_o", args.d_o, {in.q.dtype, DType::kF32});
+    check::dtype("d_o", args.d_o, {args.in.q.dtype, DType::kF32});
   }
-  const Shape state = state_shape(sizes.num_sequences, args.options, sizes);
   if (args.d_final_state.present()) {
-    check::shape("d_final_state", args.d_final_state, state);
+    check::shape("d_final_state", args.d_final_state, state_shape(sizes.num_sequences, args.options, sizes));
     check::floating("d_final_state", args.d_final_state);
   }
+}
+
+void check_rest(const Context& context, const DeltaRuleBackward& args, DeltaRuleSizes& sizes) {
+  const DeltaRuleInputs& in = args.in;
+  check_output_gradients(args, sizes);
   if (args.kept.present()) check_kept(context, args.kept, in, args.options, sizes);
   if (args.chunk_states.present()) {
     check_chunk_states(args.chunk_states, args.in, args.options, sizes);
@@ -295,9 +305,33 @@ void check_rest(const Context& context, const DeltaRuleBackward& args, DeltaRule
   if (args.da_log.present()) check::parameter("da_log", args.da_log, sizes.num_value_heads);
   if (args.ddt_bias.present()) check_dt_bias("ddt_bias", args.ddt_bias, args.options.gate, sizes);
   if (args.d_initial_state.present()) {
-    check::shape("d_initial_state", args.d_initial_state, state);
+    check::shape("d_initial_state", args.d_initial_state, state_shape(sizes.num_sequences, args.options, sizes));
     check_state_dtype("d_initial_state", args.d_initial_state, in);
   }
+}
+
+// A beta per value channel would make an M for each of them.
+void check_map(const char* square, const TensorView& matrix, const char* rectangle, const TensorView& state,
+               const DeltaRuleInputs& in, const DeltaRuleOptions& options, const DeltaRuleSizes& sizes) {
+  if (in.beta.present()) check::shape("beta", in.beta, {sizes.batch, sizes.tokens, sizes.num_value_heads});
+  if (matrix.present()) {
+    check::shape(square, matrix, {sizes.num_sequences, sizes.num_value_heads, sizes.head_dim_k, sizes.head_dim_k});
+    check_state_dtype(square, matrix, in);
+  }
+  if (state.present()) {
+    check::shape(rectangle, state, state_shape(sizes.num_sequences, options, sizes));
+    check_state_dtype(rectangle, state, in);
+  }
+}
+
+void check_rest(const Context&, const DeltaRuleMapForward& args, DeltaRuleSizes& sizes) {
+  check_map("m", args.m, "h", args.h, args.in, args.options, sizes);
+}
+
+void check_rest(const Context&, const DeltaRuleMapBackward& args, DeltaRuleSizes& sizes) {
+  check::absent("initial_state", args.in.initial_state, "in the map of a backward");
+  check_output_gradients(args, sizes);
+  check_map("mt", args.mt, "e", args.e, args.in, args.options, sizes);
 }
 
 // dp is asked for with p alone: without p, dk holds both.
@@ -406,6 +440,10 @@ template std::string run_recurrence(const char*, const Context&, const DeltaRule
                                     ImplementationList<DeltaRuleBackward>, ImplementationList<DeltaRuleBackward>);
 template std::string run_recurrence(const char*, const Context&, const DeltaRuleStep&, const Transition&,
                                     ImplementationList<DeltaRuleStep>, ImplementationList<DeltaRuleStep>);
+template std::string run_recurrence(const char*, const Context&, const DeltaRuleMapForward&, const Transition&,
+                                    ImplementationList<DeltaRuleMapForward>, ImplementationList<DeltaRuleMapForward>);
+template std::string run_recurrence(const char*, const Context&, const DeltaRuleMapBackward&, const Transition&,
+                                    ImplementationList<DeltaRuleMapBackward>, ImplementationList<DeltaRuleMapBackward>);
 
 int64_t delta_rule_num_chunks(int64_t tokens, const TensorView& cu_seqlens, int32_t chunk_size) {
   return entry_point("delta_rule_num_chunks", [&] {

@@ -307,9 +307,9 @@ def test_kda_intermediate_states_are_as_many_as_chunks():
     names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
     bits = _delta_rule.bits(_delta_rule.PER_CHANNEL, 64, False, False, False)
     arguments = [*(inputs.get(name) for name in names), cu_seqlens, bits, None, None, torch.float32]
-    assert torch.equal(_delta_rule.operators.delta_rule_forward(*arguments, cu_seqlens.int())[2], h)
+    assert torch.equal(_delta_rule.operators.delta_rule_forward(*arguments, cu_seqlens.int(), 0)[2], h)
     with pytest.raises(RuntimeError, match="expected the token count 200 at position 5, got 135"):
-        _delta_rule.operators.delta_rule_forward(*arguments, cu_seqlens[:-1])
+        _delta_rule.operators.delta_rule_forward(*arguments, cu_seqlens[:-1], 0)
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 70, 70, 150]])

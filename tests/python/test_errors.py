@@ -152,19 +152,11 @@ def test_kda():
         ops.chunk_kda(**x, return_intermediate_states=True, disable_recompute=True)
 
 
-@pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
-def test_context_parallel(op):
+@pytest.mark.parametrize("op", CHUNK)
+def test_a_context_of_another_package(op):
     context = types.SimpleNamespace(cu_seqlens=CU)
-    x = inputs(op)
-    with pytest.raises(AssertionError, match="initial_state"):
-        CHUNK[op](**x, cp_context=context)
-    del x["initial_state"]
-    with pytest.raises(AssertionError, match="output_final_state"):
-        CHUNK[op](**x, cp_context=context, output_final_state=True)
-    with pytest.raises(AssertionError, match="cp_context"):
-        CHUNK[op](**x, cp_context=types.SimpleNamespace(cu_seqlens=None))
-    with pytest.raises(NotImplementedError, match="cp_context"):
-        CHUNK[op](**x, cp_context=context)
+    with pytest.raises(TypeError, match="cp_context: expected what .*build_cp_context returns, got SimpleNamespace"):
+        CHUNK[op](**inputs(op), cp_context=context)
 
 
 def test_ttt_linear():

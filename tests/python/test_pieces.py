@@ -386,7 +386,7 @@ def test_wide_values_in_parts(op, v_first, monkeypatch):
     results = []
     for parts in (None, [slice(0, 5), slice(5, 10), slice(10, 12)]):
         monkeypatch.setattr(
-            _delta_rule, "_columns", lambda v, parts=parts: parts if parts is not None and v.shape[-1] == 12 else None
+            _delta_rule, "columns", lambda v, parts=parts: parts if parts is not None and v.shape[-1] == 12 else None
         )
         inputs = leaves(x)
         o, state = chunk[op](**inputs, output_final_state=True, **options)

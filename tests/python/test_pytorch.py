@@ -76,19 +76,23 @@ def opcheck_cases():
     cu = torch.tensor([0, 5, 20])
     for with_states in (False, True):
         bits = DELTA_RULE_BITS | (_delta_rule.OUTPUT_FINAL_STATE if with_states else 0)
-        options = (bits, None, None, torch.float32 if with_states else None, None)
+        options = (bits, None, None, torch.float32 if with_states else None, None, 0)
         yield "delta_rule_forward", (*delta_rule_arguments(False), *options)
         yield "delta_rule_differentiable", (*delta_rule_arguments(True), *options)
-    options = (DELTA_RULE_BITS | _delta_rule.OUTPUT_FINAL_STATE, None, None, None, None)
+    options = (DELTA_RULE_BITS | _delta_rule.OUTPUT_FINAL_STATE, None, None, None, None, 0)
     yield "delta_rule_differentiable", (*delta_rule_arguments(True, cu), *options)
     for order in (0, _delta_rule.STATE_V_FIRST):
-        options = (DELTA_RULE_BITS | _delta_rule.STATES_FOR_BACKWARD | order, None, None, torch.float32, None)
+        options = (DELTA_RULE_BITS | _delta_rule.STATES_FOR_BACKWARD | order, None, None, torch.float32, None, 0)
         yield "delta_rule_differentiable", (*delta_rule_arguments(True), *options)
     d_o = torch.randn(1, 20, 2, 16)
     for mask in (0b11111111, 0b00000101):
-        yield "delta_rule_backward", (d_o, None, None, *delta_rule_arguments(False), *DELTA_RULE_OPTIONS, mask)
+        yield "delta_rule_backward", (d_o, None, None, None, *delta_rule_arguments(False), *DELTA_RULE_OPTIONS, mask)
     *inputs, state, cu_seqlens = delta_rule_arguments(False)
     yield "delta_rule_step", (state, None, *inputs, None, cu_seqlens, *DELTA_RULE_OPTIONS)
+    for wanted in (1, 2, 3):
+        yield "delta_rule_map_forward", (*delta_rule_arguments(False), *DELTA_RULE_OPTIONS, wanted)
+        without_state = (*inputs, None, cu_seqlens, *DELTA_RULE_OPTIONS, wanted)
+        yield "delta_rule_map_backward", (d_o, None, *without_state)
     for flag in (False, True):
         yield "ttt_linear_forward", (*ttt_arguments(False), None, 1e-6, 16, flag)
         yield "ttt_linear_differentiable", (*ttt_arguments(True), None, 1e-6, 16, flag)
@@ -260,7 +264,7 @@ def test_what_is_kept_on_cuda():
         cu_seqlens = torch.empty(4, device="cuda", dtype=torch.int32)
         for v_first in (False, True):
             bits = _delta_rule.bits(_delta_rule.PER_HEAD, 64, v_first, True, False)
-            options = (bits | _delta_rule.STATES_FOR_BACKWARD, None, None, torch.bfloat16, None)
+            options = (bits | _delta_rule.STATES_FOR_BACKWARD, None, None, torch.bfloat16, None, 0)
             inputs = (q, q, v, beta, beta, None, None, None, cu_seqlens)
             states = torch.ops.fastweight.delta_rule_forward(*inputs, *options)[2]
             states = states if v_first else states.transpose(-1, -2)

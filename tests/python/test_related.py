@@ -244,6 +244,8 @@ def test_errors():
         ops.chunk_simple_gla(x["q"], x["k"], x["v"], chunk_size=24)
     with pytest.raises(ValueError, match="lower_bound: expected a number below 0, got 1"):
         ops.chunk_dplr_delta_rule(*[x["q"]] * 6, lower_bound=1)
+    with pytest.raises(NotImplementedError, match="cp_context: context parallelism of this operator is not supported"):
+        ops.chunk_dplr_delta_rule(*[x["q"]] * 6, cp_context=object())
     with pytest.raises(ValueError, match="cu_seqlens: expected a batch of 1, got 2"):
         ops.chunk_comba(*[torch.zeros(2, 4, 1, 4)] * 4, torch.zeros(2, 4, 1), cu_seqlens=torch.tensor([0, 4]))
     with pytest.raises(ValueError, match="scale: expected a finite number"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -98,9 +99,9 @@ class DeltaNet(TokenMixer):
             self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=torch.float32)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
 
-    def _mix(self, x, entry, keep_state, cu_seqlens, recurrent):
+    def _mix(self, x, entry, keep_state, cu_seqlens, recurrent, cp_context):
         silu = self.qk_activation == "silu"
-        (q, k, v), conv_state = self._project(x, entry, keep_state, cu_seqlens, (silu, silu, True))
+        (q, k, v), conv_state = self._project(x, entry, keep_state, cu_seqlens, (silu, silu, True), cp_context)
         q, k, v = heads(q, self.head_k_dim), heads(k, self.head_k_dim), heads(v, self.head_v_dim)
         activation = _ACTIVATIONS[self.qk_activation]
         if activation is not None:
@@ -116,7 +117,8 @@ class DeltaNet(TokenMixer):
         if recurrent and in_place(entry):
             o = ops.delta_rule_step(q, k, v, state, beta=beta, use_qk_l2norm_in_kernel=l2, cu_seqlens=cu_seqlens)
         else:
-            rule = ops.fused_recurrent_delta_rule if recurrent else ops.chunk_delta_rule
+            chunk = functools.partial(ops.chunk_delta_rule, cp_context=cp_context)
+            rule = ops.fused_recurrent_delta_rule if recurrent else chunk
             o, state = rule(
                 q, k, v, beta=beta, initial_state=state, output_final_state=keep_state, use_qk_l2norm_in_kernel=l2,
                 cu_seqlens=cu_seqlens,

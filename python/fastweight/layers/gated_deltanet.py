@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -90,8 +91,8 @@ class GatedDeltaNet(TokenMixer):
             self.o_norm = RMSNorm(self.head_v_dim, eps=norm_eps, dtype=torch.float32)
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
 
-    def _mix(self, x, entry, keep_state, cu_seqlens, recurrent):
-        (q, k, v), conv_state = self._project(x, entry, keep_state, cu_seqlens, (True, True, True))
+    def _mix(self, x, entry, keep_state, cu_seqlens, recurrent, cp_context):
+        (q, k, v), conv_state = self._project(x, entry, keep_state, cu_seqlens, (True, True, True), cp_context)
         q, k, v = heads(q, self.head_k_dim), heads(k, self.head_k_dim), heads(v, self.head_v_dim)
         options = {
             "g": self.a_proj(x),
@@ -109,7 +110,8 @@ class GatedDeltaNet(TokenMixer):
         if recurrent and in_place(entry):
             o = ops.delta_rule_step(q, k, v, state, **options)
         else:
-            rule = ops.fused_recurrent_gated_delta_rule if recurrent else ops.chunk_gated_delta_rule
+            chunk = functools.partial(ops.chunk_gated_delta_rule, cp_context=cp_context)
+            rule = ops.fused_recurrent_gated_delta_rule if recurrent else chunk
             o, state = rule(q, k, v, initial_state=state, output_final_state=keep_state, **options)
         o = self.o_norm(o, heads(self.g_proj(x), self.head_v_dim)) if self.use_gate else self.o_norm(o)
         return self.o_proj(o.flatten(-2)), {"recurrent_state": state, "conv_state": conv_state}

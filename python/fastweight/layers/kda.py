@@ -100,8 +100,8 @@ class KimiDeltaAttention(TokenMixer):
         self.o_norm = FusedRMSNormGated(self.head_v_dim, eps=norm_eps, activation="sigmoid")
         self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
 
-    def _mix(self, x, entry, keep_state, cu_seqlens, recurrent):
-        (q, k, v), conv_state = self._project(x, entry, keep_state, cu_seqlens, (True, True, True))
+    def _mix(self, x, entry, keep_state, cu_seqlens, recurrent, cp_context):
+        (q, k, v), conv_state = self._project(x, entry, keep_state, cu_seqlens, (True, True, True), cp_context)
         q, k, v = heads(q, self.head_k_dim), heads(k, self.head_k_dim), heads(v, self.head_v_dim)
         options = {
             "g": heads(self.f_proj(x), self.head_k_dim),
@@ -123,7 +123,8 @@ class KimiDeltaAttention(TokenMixer):
             o, state = ops.fused_recurrent_kda(q, k, v, initial_state=state, output_final_state=keep_state, **options)
         else:
             o, state = ops.chunk_kda(
-                q, k, v, initial_state=state, output_final_state=keep_state, safe_gate=self.safe_gate, **options
-            )
+                q, k, v, initial_state=state, output_final_state=keep_state, safe_gate=self.safe_gate,
+                cp_context=cp_context, **options,
+            )  # fmt: skip
         o = self.o_norm(o, heads(self.g_proj(x), self.head_v_dim))
         return self.o_proj(o.flatten(-2)), {"recurrent_state": state, "conv_state": conv_state}

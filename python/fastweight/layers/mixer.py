@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import _cp
+from .._cp_context import CPContext
 from ..modules import ShortConvolution
 from .cache import Cache
 
@@ -38,6 +40,7 @@ class TokenMixer(nn.Module):
         use_cache: bool | None = False,
         output_attentions: bool | None = False,
         cu_seqlens: Tensor | None = None,
+        cp_context: CPContext | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None, Cache | None]:
         """
@@ -49,6 +52,8 @@ class TokenMixer(nn.Module):
             use_cache: accepted; a cache that is given is used, and there is none without.
             output_attentions: accepted; there are none.
             cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; overrides the mask.
+            cp_context: of `fastweight.ops.cp.build_cp_context`: the tokens are those of this rank, `[1, T, hidden]`,
+                without mask, cache and cu_seqlens.
             kwargs: accepted and ignored, as in fla.
 
         Returns:
@@ -61,11 +66,17 @@ class TokenMixer(nn.Module):
             entry = past_key_values[self.layer_idx]
         B, T, _ = hidden_states.shape
         indices = None
+        if cp_context is not None:
+            for name, x in (("attention_mask", attention_mask), ("past_key_values", past_key_values)):
+                if x is not None:
+                    raise ValueError(f"{name}: expected None with cp_context, got {type(x).__name__}")
+            cu_seqlens = _cp.local_offsets(cp_context, "hidden_states", hidden_states, cu_seqlens)
         if attention_mask is not None and cu_seqlens is None:
             hidden_states, indices, cu_seqlens = _without_padding(hidden_states, attention_mask)
 
         recurrent = self.mode == "fused_recurrent" or (T <= RECURRENT_TOKENS and not self.training)
-        output, entry = self._mix(hidden_states, entry, past_key_values is not None, cu_seqlens, recurrent)
+        recurrent = recurrent and cp_context is None
+        output, entry = self._mix(hidden_states, entry, past_key_values is not None, cu_seqlens, recurrent, cp_context)
         if past_key_values is not None:
             past_key_values.update(layer_idx=self.layer_idx, offset=T, **entry)
         if indices is not None:
@@ -80,6 +91,7 @@ class TokenMixer(nn.Module):
         keep_state: bool,
         cu_seqlens: Tensor | None,
         recurrent: bool,
+        cp_context: CPContext | None,
     ) -> tuple[Tensor, dict[str, Any]]:
         raise NotImplementedError
 
@@ -91,15 +103,26 @@ class TokenMixer(nn.Module):
         self.v_conv1d = ShortConvolution(widths["v"], size, bias, activations["v"])
 
     def _project(
-        self, x: Tensor, entry: dict[str, Any] | None, keep_state: bool, cu_seqlens: Tensor | None, silu: tuple
+        self,
+        x: Tensor,
+        entry: dict[str, Any] | None,
+        keep_state: bool,
+        cu_seqlens: Tensor | None,
+        silu: tuple,
+        cp_context: CPContext | None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple | None]:
         """q, k, v `[B, T, ..]` after convolution and activation, and the states of the convolutions. `silu`: which of
         the three it follows where there is no convolution."""
         rows = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         if not self.use_short_conv:
             return tuple(F.silu(r) if s else r for r, s in zip(rows, silu, strict=True)), None
-        states = (None, None, None) if entry is None else entry["conv_state"]
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        if cp_context is not None:
+            together = _cp.conv_states(cp_context, rows, self.q_conv1d.kernel_size[0])
+            widths = [row.shape[2] for row in rows]
+            states = (None, None, None) if together is None else together.split(widths, 1)
+        else:
+            states = (None, None, None) if entry is None else entry["conv_state"]
         results = [
             convolution(row, cache=state, output_final_state=keep_state, cu_seqlens=cu_seqlens)
             for convolution, row, state in zip(convolutions, rows, states, strict=True)

@@ -78,8 +78,8 @@ class TTTLinear(TokenMixer):
             self.o_norm = RMSNorm(self.head_dim, eps=norm_eps, dtype=torch.float32)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
-    def _mix(self, x, entry, keep_state, cu_seqlens, recurrent):
-        (q, k, v), conv_state = self._project(x, entry, keep_state, cu_seqlens, (True, True, True))
+    def _mix(self, x, entry, keep_state, cu_seqlens, recurrent, cp_context):
+        (q, k, v), conv_state = self._project(x, entry, keep_state, cu_seqlens, (True, True, True), cp_context)
         q, k, v = heads(q, self.head_dim), heads(k, self.head_dim), heads(v, self.head_dim)
         q, k = (y / torch.sqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
         eta = self.eta_proj(x).sigmoid() * (self.base_lr / self.head_dim)
@@ -88,7 +88,7 @@ class TTTLinear(TokenMixer):
             state = self._start(x, cu_seqlens) if entry is None else entry["recurrent_state"]
             o, state = self._advance(rows, state, cu_seqlens, whole=entry is None)
         else:
-            o, state = self._forward(rows, *self._start(x, cu_seqlens)[:2], False, cu_seqlens)[0], None
+            o, state = self._forward(rows, *self._start(x, cu_seqlens)[:2], False, cu_seqlens, cp_context)[0], None
         o = self.o_norm(o, heads(self.g_proj(x), self.head_dim)) if self.use_gate else self.o_norm(o)
         return self.o_proj(o.flatten(-2)), {"recurrent_state": state, "conv_state": conv_state}
 
@@ -100,11 +100,12 @@ class TTTLinear(TokenMixer):
         position = torch.zeros(N, dtype=torch.int32, device=x.device)
         return state, bias, torch.zeros_like(state), torch.zeros_like(bias), position
 
-    def _forward(self, rows, state, bias, output_final_state, cu_seqlens):
+    def _forward(self, rows, state, bias, output_final_state, cu_seqlens, cp_context=None):
         q, k, v, eta = rows
         return ops.chunk_ttt_linear(
             q, k, v, self.norm_weight, self.norm_bias, eta, chunk_size=self.mini_batch_size, initial_state=state,
             initial_state_bias=bias, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
         )  # fmt: skip
 
     def _advance(self, rows, state, cu_seqlens, whole):

@@ -6,9 +6,11 @@ Everything that is named here stands in a module under fla's path too, with the 
 
 from ..modules.conv.causal_conv1d import causal_conv1d, causal_conv1d_update
 from ..modules.l2norm import l2norm
+from . import cp as cp
 from .comba import chunk_comba, comba_step, fused_recurrent_comba
 from .common import chunk_scaled_dot_kkt_fwd
 from .delta_rule import chunk_delta_rule, delta_rule_step, fused_chunk_delta_rule, fused_recurrent_delta_rule
+from .delta_rule_map import delta_rule_map, delta_rule_map_backward
 from .gated_delta_rule import (
     chunk_gated_delta_rule,
     chunk_gdn,
@@ -54,6 +56,8 @@ __all__ = [
     "chunk_simple_gla",
     "chunk_ttt_linear",
     "comba_step",
+    "delta_rule_map",
+    "delta_rule_map_backward",
     "delta_rule_step",
     "dplr_step",
     "fused_chunk_delta_rule",

@@ -5,7 +5,7 @@
 // to the last (states at chunk starts) and back (gradients). dq and dk are sums over the units of a key head's group,
 // dg and dbeta over the units of a value head. Where a sum has one term it is finished on the spot; else the units
 // leave their parts in the workspace and a second loop adds them in order. The cut into units depends on the number of
-// heads alone: results do not depend on threads or on the batch.
+// heads alone, the problem's or that of the larger one it is a part of: results do not depend on threads or on the batch.
 #if defined(FW_CPU_DELTA_RULE_BACKWARD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FW_CPU_DELTA_RULE_BACKWARD_INL_H_
 #undef FW_CPU_DELTA_RULE_BACKWARD_INL_H_
@@ -160,7 +160,8 @@ struct BackwardPlan {
     ld = round_up(sizes.head_dim_k, kRowMultiple);
     panels = round_up(sizes.head_dim_v, kPanel) / kPanel;
     // Few heads are cut into units of no less than 32 columns: each repeats what is done to the keys.
-    const int64_t wanted = sizes.num_value_heads >= 8 ? 1 : sizes.num_value_heads >= 4 ? 2 : 4;
+    const int64_t heads = std::max<int64_t>(sizes.num_value_heads, problem.args.options.total_value_heads);
+    const int64_t wanted = heads >= 8 ? 1 : heads >= 4 ? 2 : 4;
     units_per_head = std::clamp<int64_t>(sizes.head_dim_v / 32, 1, std::min(wanted, panels));
     sum_keys = sizes.group * units_per_head > 1;
     sum_gates = units_per_head > 1;

@@ -52,43 +52,6 @@ namespace {
 
 inline constexpr int64_t kMostBlocks = 4;  // in a chunk of 64
 
-// Y = (I + A)^-T (P^T do + w KG) for one panel, four rows at a time from the last.
-HWY_INLINE void adjoint_solve_panel(const Block& block, const float* KG, const float* d_o, int64_t d_o_stride,
-                                    float* Y) {
-  const float* A = block.A();
-  FW_UNROLL
-  for (int64_t top = kBlock - 4; top >= 0; top -= 4) {
-    Vec y[4][2];
-    FW_UNROLL
-    for (int m = 0; m < 4; ++m) {
-      const Vec w = broadcast(block.write_scale[top + m]);
-      y[m][0] = hn::Mul(w, load(KG + (top + m) * kPanel));
-      y[m][1] = hn::Mul(w, load(KG + (top + m) * kPanel + kLanes));
-    }
-    add_upper_rows(BlockMatrix{block.P()}, d_o, d_o_stride, top, y);
-    for (int64_t i = top + 4; i < kBlock; ++i) {
-      const Vec y0 = load(Y + i * kPanel), y1 = load(Y + i * kPanel + kLanes);
-      FW_UNROLL
-      for (int m = 0; m < 4; ++m) {
-        const Vec a = broadcast(A[i * kBlock + top + m]);
-        y[m][0] = fnma(a, y0, y[m][0]);
-        y[m][1] = fnma(a, y1, y[m][1]);
-      }
-    }
-    FW_UNROLL
-    for (int m = 3; m >= 0; --m) {
-      FW_UNROLL
-      for (int i = m + 1; i < 4; ++i) {
-        const Vec a = broadcast(A[(top + i) * kBlock + top + m]);
-        y[m][0] = fnma(a, y[i][0], y[m][0]);
-        y[m][1] = fnma(a, y[i][1], y[m][1]);
-      }
-      store(y[m][0], Y + (top + m) * kPanel);
-      store(y[m][1], Y + (top + m) * kPanel + kLanes);
-    }
-  }
-}
-
 class ChunkKernel : public UnitKernel {
  public:
   void lay_out(ScratchLayout& layout, const DeltaRuleBackwardProblem& problem, int64_t ld, int64_t panels,

@@ -51,7 +51,9 @@ struct ItemColumns {
   int64_t first, width;
 
   ItemColumns(const Item& item, int64_t V)
-      : stride(item.panels * kPanel), first(item.first_panel * kPanel), width(std::min(stride, V - first)) {}
+      : stride(item.panels * kPanel),
+        first(item.first_panel * kPanel),
+        width(std::clamp<int64_t>(V - first, 0, stride)) {}
 };
 
 // Rows of v (and q, k, beta, gates) of one block into scratch; the next block's and o's rows are left to the

@@ -189,7 +189,7 @@ ForwardScratch forward_layout(ScratchLayout& layout, const Operator& op) {
           layout.take<double>(op.V()), layout.take<double>(op.V())};
 }
 
-// All tokens of one value head of a sequence: scratch.S goes from the initial to the final state.
+// All tokens of one value head of a sequence: scratch.S goes from the initial to the final state. o may be absent.
 void scan(const Operator& op, const Sequence& sequence, int64_t h, const TensorView& o, const TensorView& chunk_states,
           const ForwardScratch& scratch) {
   const int64_t b = sequence.batch, C = op.options.chunk_size;
@@ -200,6 +200,7 @@ void scan(const Operator& op, const Sequence& sequence, int64_t h, const TensorV
     const int64_t t = sequence.begin + i;
     op.load_token(b, t, h, scratch.token);
     advance(op, scratch.token, scratch.S, scratch.x, scratch.u);
+    if (!o.present()) continue;
     fill(scratch.o, op.V(), 0);
     for (int64_t d = 0; d < op.K(); ++d) {
       add_scaled(op.scale * scratch.token.q[d], scratch.S + d * op.V(), op.V(), scratch.o);

@@ -37,6 +37,15 @@ constexpr Implementation<DeltaRuleStepProblem> kStep[] = {
     {"reference", takes_all, always, reference_step},
 };
 
+constexpr Implementation<DeltaRuleMapForwardProblem> kMapForward[] = {
+    {"chunk", no_fp64, always, chunk_map_forward},
+    {"reference", takes_all, always, reference_map_forward},
+};
+constexpr Implementation<DeltaRuleMapBackwardProblem> kMapBackward[] = {
+    {"chunk", no_fp64, always, chunk_map_backward},
+    {"reference", takes_all, always, reference_map_backward},
+};
+
 constexpr Implementation<DeltaRuleBackwardProblem> kRelatedBackward[] = {
     {"chunk", no_fp64, always, chunk_backward},
     {"reference", takes_all, always, reference_backward},
@@ -47,6 +56,8 @@ constexpr Implementation<DeltaRuleBackwardProblem> kRelatedBackward[] = {
 std::span<const Implementation<DeltaRuleForwardProblem>> delta_rule_forward_list() { return kForward; }
 std::span<const Implementation<DeltaRuleBackwardProblem>> delta_rule_backward_list() { return kBackward; }
 std::span<const Implementation<DeltaRuleStepProblem>> delta_rule_step_list() { return kStep; }
+std::span<const Implementation<DeltaRuleMapForwardProblem>> delta_rule_map_forward_list() { return kMapForward; }
+std::span<const Implementation<DeltaRuleMapBackwardProblem>> delta_rule_map_backward_list() { return kMapBackward; }
 std::span<const Implementation<DeltaRuleBackwardProblem>> related_backward_list() { return kRelatedBackward; }
 
 }  // namespace fastweight::cpu

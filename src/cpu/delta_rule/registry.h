@@ -5,6 +5,7 @@
 
 #include <span>
 
+#include "core/delta_rule_map_problem.h"
 #include "core/delta_rule_problem.h"
 #include "core/implementation.h"
 
@@ -13,6 +14,8 @@ namespace fastweight::cpu {
 std::span<const Implementation<DeltaRuleForwardProblem>> delta_rule_forward_list();
 std::span<const Implementation<DeltaRuleBackwardProblem>> delta_rule_backward_list();
 std::span<const Implementation<DeltaRuleStepProblem>> delta_rule_step_list();
+std::span<const Implementation<DeltaRuleMapForwardProblem>> delta_rule_map_forward_list();
+std::span<const Implementation<DeltaRuleMapBackwardProblem>> delta_rule_map_backward_list();
 
 std::span<const Implementation<DeltaRuleBackwardProblem>> related_backward_list();
 

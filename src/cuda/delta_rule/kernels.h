@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "core/delta_rule_map_problem.h"
 #include "core/delta_rule_problem.h"
 #include "cuda/decline_reasons.h"
 
@@ -43,6 +44,10 @@ std::string config_text(const DeltaRuleForwardProblem& problem);
 std::string config_text(const DeltaRuleBackwardProblem& problem);
 void forward(const DeltaRuleForwardProblem& problem, const Context& context);
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context);
+std::string declines_map_forward(const DeltaRuleMapForwardProblem& problem);
+std::string declines_map_backward(const DeltaRuleMapBackwardProblem& problem);
+void map_forward(const DeltaRuleMapForwardProblem& problem, const Context& context);
+void map_backward(const DeltaRuleMapBackwardProblem& problem, const Context& context);
 }  // namespace chunk_fp32
 
 // Token by token.

@@ -28,11 +28,20 @@ constexpr Implementation<DeltaRuleStepProblem> kStep[] = {
     {"recurrent", beyond_all_kernels, always, recurrent::step},
 };
 
+constexpr Implementation<DeltaRuleMapForwardProblem> kMapForward[] = {
+    {"chunk_fp32", chunk_fp32::declines_map_forward, always, chunk_fp32::map_forward},
+};
+constexpr Implementation<DeltaRuleMapBackwardProblem> kMapBackward[] = {
+    {"chunk_fp32", chunk_fp32::declines_map_backward, always, chunk_fp32::map_backward},
+};
+
 }  // namespace
 
 std::span<const Implementation<DeltaRuleForwardProblem>> delta_rule_forward_list() { return kForward; }
 std::span<const Implementation<DeltaRuleBackwardProblem>> delta_rule_backward_list() { return kBackward; }
 std::span<const Implementation<DeltaRuleStepProblem>> delta_rule_step_list() { return kStep; }
+std::span<const Implementation<DeltaRuleMapForwardProblem>> delta_rule_map_forward_list() { return kMapForward; }
+std::span<const Implementation<DeltaRuleMapBackwardProblem>> delta_rule_map_backward_list() { return kMapBackward; }
 
 int64_t delta_rule_kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k) {
   return chunk_16bit::kept_words(device, gate, dtype, head_dim_k);

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ... import _checks, _short_conv
+from ... import _checks, _cp, _short_conv
 
 
 def causal_conv1d(
@@ -39,15 +39,19 @@ def causal_conv1d(
         activation: `"silu"`, its other name `"swish"`, or None.
         backend, cu_seqlens_cpu, chunk_indices: accepted and not needed.
         cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
-        cp_context: context parallelism, not supported.
+        cp_context: of `fastweight.ops.cp.build_cp_context`: the tokens are those of this rank, N counts the sequences
+            that have a token here, and cu_seqlens is left out. See docs/context-parallel.md.
 
     Returns:
         `(y, final_state)`: y in the shape of x and the final state `[N, D, W]`, or None, both in the type of x.
     """
-    _checks.no_context_parallel(cp_context, initial_state, output_final_state)
+    if cp_context is not None:
+        cu_seqlens = _cp.local_offsets(cp_context, "x", x, cu_seqlens)
     _checks.sequences(x, initial_state, cu_seqlens)
     weight, shape = _weight(weight, initial_state, "initial_state"), x.shape
     x, residual = (_rows(rows, weight) for rows in (x, residual))
+    if cp_context is not None:
+        initial_state = _cp.conv_states(cp_context, (x,), weight.shape[1], initial_state)
     y, final_state = _short_conv.forward(
         (x, weight, bias, initial_state, cu_seqlens), _activation(activation), residual, bool(output_final_state)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..._cp_context import CPContext
 from .causal_conv1d import causal_conv1d, causal_conv1d_update
 
 
@@ -46,20 +47,23 @@ class ShortConvolution(nn.Conv1d):
         output_final_state: bool = False,
         cu_seqlens: Tensor | None = None,
         chunk_indices: Tensor | None = None,
+        cp_context: CPContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """`(y, state)`. `cache` is `[N, D, W]`, the inputs before x. Where it is given and no gradient is recorded, it
         is advanced in place and returned. `mask`: `[B, T]`, 0 for tokens that count as zeros. `chunk_indices` is
-        accepted and not needed."""
+        accepted and not needed. With `cp_context` x holds the tokens of this rank, and nothing is advanced in place."""
         if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("mask: expected none with cu_seqlens, got a tensor")
             x = x * mask.unsqueeze(-1).to(x.dtype)
         weight = self.weight.squeeze(1)
-        if cache is not None and output_final_state and not torch.is_grad_enabled():
+        in_place = cache is not None and output_final_state and cp_context is None
+        if in_place and not torch.is_grad_enabled():
             return causal_conv1d_update(x, cache, residual, weight, self.bias, self.activation, cu_seqlens)
         return causal_conv1d(
-            x, weight, self.bias, residual, cache, output_final_state, self.activation, cu_seqlens=cu_seqlens
-        )
+            x, weight, self.bias, residual, cache, output_final_state, self.activation, cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
+        )  # fmt: skip
 
     def step(
         self,

@@ -8,9 +8,11 @@ For each sequence and value head, with the state S a K x V matrix:
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from ... import _checks, _delta_rule
+from ... import _checks, _cp, _delta_rule
 
 
 def chunk_delta_rule(
@@ -24,6 +26,7 @@ def chunk_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None,
     *,
     return_intermediate_states: bool = False,
     chunk_size: int = 64,
@@ -41,6 +44,8 @@ def chunk_delta_rule(
         use_qk_l2norm_in_kernel: q and k become `x / sqrt(sum(x * x) + 1e-6)`.
         cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
         cu_seqlens_cpu: a copy of cu_seqlens on the CPU; on CUDA it tells how many intermediate states there are.
+        cp_context: of `fastweight.ops.cp.build_cp_context`: the tokens are those of this rank, N counts the sequences
+            that have a token here, and cu_seqlens is left out. See docs/context-parallel.md.
         return_intermediate_states: also return the states before every chunk, see `chunk_kda`; only without gradient
             recording.
         chunk_size: 16, 32 or 64: where a sequence may be cut without changing a bit. On CUDA 16-bit problems are
@@ -56,21 +61,25 @@ def chunk_delta_rule(
     _checks.no_head_first(head_first)
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"chunk_size: expected 16, 32 or 64, got {chunk_size}")
+    if cp_context is not None:
+        cu_seqlens = _cp.local_offsets(cp_context, "q", q, cu_seqlens)
     _checks.sequences(q, initial_state, cu_seqlens)
     _checks.require(q.shape[-1] <= 256, f"q: expected a head width of at most 256, got {q.shape[-1]}")
     bits = _delta_rule.bits(_delta_rule.NONE, chunk_size, False, use_qk_l2norm_in_kernel, output_final_state)
-    host_offsets = None
+    inputs = inputs_of(q, k, v, beta, initial_state, cu_seqlens)
+    if cp_context is not None:
+        if return_intermediate_states:
+            raise NotImplementedError("return_intermediate_states: not supported together with cp_context")
+        return _cp.delta_rule(cp_context, inputs[:-1], bits, scale)
     if return_intermediate_states:
         _checks.no_gradients()
         host_offsets = _checks.host_offsets(cu_seqlens, cu_seqlens_cpu)
-    return forward(q, k, v, beta, scale, initial_state, cu_seqlens, bits, return_intermediate_states, host_offsets)
+        return _delta_rule.forward_with_states(inputs, bits, scale, None, host_offsets)
+    return _delta_rule.forward(inputs, bits, scale)
 
 
-def forward(q, k, v, beta, scale, initial_state, cu_seqlens, bits, with_states=False, cu_seqlens_cpu=None):
-    """(o, final_state) of either form, and the intermediate states."""
+def inputs_of(q, k, v, beta, initial_state, cu_seqlens) -> tuple:
+    """The inputs of the operator, for either form."""
     if v.shape[2] != q.shape[2]:
         raise ValueError(f"v: expected the {q.shape[2]} heads of q, got {v.shape[2]}")
-    inputs = (q, k, v, None, beta, None, None, initial_state, cu_seqlens)
-    if with_states:
-        return _delta_rule.forward_with_states(inputs, bits, scale, None, cu_seqlens_cpu)
-    return _delta_rule.forward(inputs, bits, scale)
+    return q, k, v, None, beta, None, None, initial_state, cu_seqlens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ... import _checks, _delta_rule
-from .chunk import forward
+from .chunk import inputs_of
 
 
 def fused_recurrent_delta_rule(
@@ -34,5 +34,5 @@ def fused_recurrent_delta_rule(
     dtype = q.dtype
     q, k, v = _checks.any_dtype(q, k, v)
     bits = _delta_rule.bits(_delta_rule.TOKEN_BY_TOKEN, 64, False, use_qk_l2norm_in_kernel, output_final_state)
-    o, final_state = forward(q, k, v, beta, scale, initial_state, cu_seqlens, bits)
+    o, final_state = _delta_rule.forward(inputs_of(q, k, v, beta, initial_state, cu_seqlens), bits, scale)
     return o.to(dtype), final_state

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ... import _checks, _delta_rule
+from ... import _checks, _cp, _delta_rule
 
 
 def chunk_gated_delta_rule(
@@ -60,7 +60,8 @@ def chunk_gated_delta_rule(
         cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
         cu_seqlens_cpu: a copy of cu_seqlens on the CPU; on CUDA it tells how many intermediate states there are.
         chunk_indices: accepted and not needed.
-        cp_context: context parallelism, not supported.
+        cp_context: of `fastweight.ops.cp.build_cp_context`: the tokens are those of this rank, N counts the sequences
+            that have a token here, and cu_seqlens is left out. See docs/context-parallel.md.
         return_intermediate_states: also return the states before every chunk, see `chunk_kda`; only without gradient
             recording.
         use_gate_in_kernel: see g.
@@ -82,7 +83,8 @@ def chunk_gated_delta_rule(
     _checks.no_head_first(head_first)
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"chunk_size: expected 16, 32 or 64, got {chunk_size}")
-    _checks.no_context_parallel(cp_context, initial_state, output_final_state)
+    if cp_context is not None:
+        cu_seqlens = _cp.local_offsets(cp_context, "q", q, cu_seqlens)
     _checks.sequences(q, initial_state, cu_seqlens)
     if use_gate_in_kernel:
         _checks.require(A_log is not None, "A_log: expected a tensor with use_gate_in_kernel, got None")
@@ -96,6 +98,10 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    if cp_context is not None:
+        if return_intermediate_states:
+            raise NotImplementedError("return_intermediate_states: not supported together with cp_context")
+        return _cp.delta_rule(cp_context, inputs[:-1], bits, scale)
     if return_intermediate_states:
         _checks.no_gradients()
         host_offsets = _checks.host_offsets(cu_seqlens, cu_seqlens_cpu)

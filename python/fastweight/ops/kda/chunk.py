@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ... import _checks, _delta_rule
+from ... import _checks, _cp, _delta_rule
 
 
 def chunk_kda(
@@ -69,7 +69,8 @@ def chunk_kda(
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
         cu_seqlens_cpu: a copy of cu_seqlens on the CPU; on CUDA it tells how many intermediate states there are.
-        cp_context: context parallelism, not supported.
+        cp_context: of `fastweight.ops.cp.build_cp_context`: the tokens are those of this rank, N counts the sequences
+            that have a token here, and cu_seqlens is left out. See docs/context-parallel.md.
         A_log: `[HV]`, with `use_gate_in_kernel`.
         dt_bias: `[HV * K]` or `[HV, K]`, with `use_gate_in_kernel`; None: zeros.
         chunk_size: 32 or 64: where intermediate states stand and a sequence may be cut without changing a bit. On CUDA
@@ -83,7 +84,8 @@ def chunk_kda(
         the second axis of h is `min(T, T // chunk_size + N)`, at least NT, and h is 0 from NT on.
     """
     state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
-    _checks.no_context_parallel(cp_context, initial_state, output_final_state)
+    if cp_context is not None:
+        cu_seqlens = _cp.local_offsets(cp_context, "q", q, cu_seqlens)
     _checks.sequences(q, initial_state, cu_seqlens)
     if initial_state is not None:
         _checks.require(
@@ -119,6 +121,10 @@ def chunk_kda(
         allow_neg_eigval, use_gate_in_kernel,
     )  # fmt: skip
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    if cp_context is not None:
+        if return_intermediate_states:
+            raise NotImplementedError("return_intermediate_states: not supported together with cp_context")
+        return _cp.delta_rule(cp_context, inputs[:-1], bits, scale, lower_bound, disable_recompute)
     if return_intermediate_states:
         host_offsets = _checks.host_offsets(cu_seqlens, cu_seqlens_cpu)
         return _delta_rule.forward_with_states(inputs, bits, scale, lower_bound, host_offsets)

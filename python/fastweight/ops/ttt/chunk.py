@@ -5,9 +5,11 @@ docs/ttt_linear.md has the equations.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from ... import _checks, _ttt_linear
+from ... import _checks, _cp, _ttt_linear
 
 
 def chunk_ttt_linear(
@@ -25,6 +27,7 @@ def chunk_ttt_linear(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None,
     *,
     head_first: bool | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -43,6 +46,9 @@ def chunk_ttt_linear(
             full is extended by tokens of zeros, which move the bias.
         cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
         cu_seqlens_cpu: accepted and not needed.
+        cp_context: of `fastweight.ops.cp.build_cp_context` with `align` a multiple of the chunk size: the tokens are
+            those of this rank, N counts the sequences that have a token here, and cu_seqlens is left out. See
+            docs/context-parallel.md.
         head_first: no longer exists.
 
     Returns:
@@ -55,12 +61,17 @@ def chunk_ttt_linear(
     if not isinstance(eta, Tensor):
         eta = q.new_full((), eta, dtype=_ttt_linear.state_dtype(q)).expand(q.shape[:3])
     _checks.no_head_first(head_first)
+    if cp_context is not None:
+        cu_seqlens = _cp.local_offsets(cp_context, "q", q, cu_seqlens)
     _checks.sequences(q, initial_state, cu_seqlens)
     if scale is not None:
         _checks.require(scale > 0, f"scale: expected a number above 0, got {scale}")
     _checks.require(D <= 128, f"k: expected a head width of at most 128, got {D}")
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"chunk_size: expected 16, 32 or 64, got {chunk_size}")
+    if cp_context is not None:
+        inputs = (q, k, v, w, b, eta, initial_state, initial_state_bias)
+        return _cp.ttt_linear(cp_context, inputs, (scale, eps, chunk_size), output_final_state)
     return _ttt_linear.forward(
         (q, k, v, w, b, eta, initial_state, initial_state_bias, cu_seqlens),
         (scale, eps, chunk_size, output_final_state),

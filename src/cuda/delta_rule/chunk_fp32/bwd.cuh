@@ -66,8 +66,8 @@ struct TileBackwardArgs {
   TileArgs tile;  // without outputs; chunk_states: given by the caller, and used
   Segment segment;
   DeviceTensor d_o;                  // [B, T, HV, V]; absent: 0
-  DeviceTensor R, Y;                 // [B, T, HV, V] fp32, scratch memory
-  DeviceStates S, G;                 // [slots, HV] matrices of fp32 with even rows along V, scratch memory
+  DeviceTensor R, Y;                 // [B, T, HV, V] fp32, scratch memory; absent in the map of a segment
+  DeviceStates S, G;                 // [slots, HV] matrices of fp32 with even rows along V, scratch memory; as R and Y
   DeviceStates starts;               // [start slots, HV] matrices before the segments, scratch memory
   DeviceStates carry_in, carry_out;  // [carry slots, HV] matrices: gradients after and before the segment
   DeviceStates d_final_state, d_initial_state;

@@ -104,7 +104,7 @@ __device__ __forceinline__ void retreat(const TileBackwardArgs& args, const Sequ
     for (int e = 0; e < 4; ++e) d_o[n][e] = decode(raw[n][e], args.d_o.dtype);
   }
   solve_adjoint(stage.sP, stage.J, stage.token, lane, d_o, Y);
-  store_values(args.Y, rows_of(args.Y), lane, Y);
+  if (args.Y.present()) store_values(args.Y, rows_of(args.Y), lane, Y);
   update_gradient(stage, lane, d_o, Y, G);
   if (!args.dv.present()) return;
 #pragma unroll
@@ -153,7 +153,7 @@ __device__ __forceinline__ void run_part(const TileBackwardArgs& args, const Sca
     StateAddress place = gradient_address<false>(args, part, share, tiles);
     if (!last) {
       const int64_t slot = args.segment.slot(part.sequence, c, part.first_chunk + c);
-      place = {args.G, slot * args.G.outer_strides[0] + part.head * args.G.outer_strides[1], true};
+      place = {args.G, slot * args.G.outer_strides[0] + part.head * args.G.outer_strides[1], args.G.present()};
     }
     if (place.exists) store_state<kK>(place.states, place.offset, column, K, V, lane, G);
     if (last) return;

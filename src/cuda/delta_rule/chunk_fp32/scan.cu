@@ -85,7 +85,7 @@ __device__ __forceinline__ void add_writes(const SplitTile (&R)[kTokenTiles], co
   }
 }
 
-// One tile: advances S^T and stores o^T.
+// One tile: advances S^T and stores o^T, which the map of a segment does without.
 template <int kK, bool kPerChannel>
 __device__ __forceinline__ void advance(const TileArgs& args, const SequenceSpan& span, const ScanPart& part,
                                         int64_t position, int column, Stage<kK, kPerChannel>& stage, int lane,
@@ -116,7 +116,7 @@ __device__ __forceinline__ void advance(const TileArgs& args, const SequenceSpan
 #pragma unroll
   for (int n = 0; n < kTokenTiles; ++n) left[n] = split_tile(R[n]);
   add_writes(left, stage.sP, stage.token, lane, O);
-  store_values(args.o, rows_of(args.o), lane, O);
+  if (args.o.present()) store_values(args.o, rows_of(args.o), lane, O);
 
   if constexpr (!kPerChannel) {  // (w R)^T; per channel the writer has the factor
 #pragma unroll

@@ -61,5 +61,6 @@ def chunk_dplr_delta_rule(
     if lower_bound is not None and lower_bound >= 0:
         raise ValueError(f"lower_bound: expected a number below 0, got {lower_bound}")
     _checks.power_of_two(chunk_size)
-    _checks.no_context_parallel(cp_context, initial_state, output_final_state)
+    if cp_context is not None:
+        raise NotImplementedError("cp_context: context parallelism of this operator is not supported")
     return forward(q, k, v, a, b, gk, scale, initial_state, output_final_state, cu_seqlens, disable_recompute)
