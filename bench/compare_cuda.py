@@ -22,7 +22,8 @@ that process from start to end.
 
 All libraries get the same inputs through functions of the same names: q and k are l2-normalised inside, GDN's log decay
 is log sigmoid(N(0,1)) / 16, KDA's gate is computed inside with a lower bound of -5 (`safe_gate`), beta is
-sigmoid(N(0,1)). `kda_given`: q and k are normalised before, the log decay is given in fp32. Before the timing their
+sigmoid(N(0,1)). `kda_kept`: the same with `disable_recompute`. `kda_given`: q and k are normalised before, the log decay
+is given in fp32. Before the timing their
 answers are compared with fastweight's: relative RMS error, of the gradients the largest. Then they take turns,
 `--rounds` times; the table has the median, the 10th and 90th percentile, and the median over fastweight's. The records
 are written after every case, so that a run that is cut short leaves what it has measured.
@@ -55,7 +56,7 @@ import torch.nn.functional as F
 import fastweight
 from fastweight import ops
 
-OPERATORS = ("gdn", "kda", "kda_given", "delta_rule", "ttt")
+OPERATORS = ("gdn", "kda", "kda_kept", "kda_given", "delta_rule", "ttt")
 DEFAULT_OPERATORS = ("gdn", "kda", "delta_rule", "ttt")
 MODES = ("forward", "train", "step", "eager", "first_step")
 DEFAULT_MODES = ("forward", "step", "eager")
@@ -112,7 +113,7 @@ def draw(op: str, shape: dict[str, int], seed: int) -> Inputs:
         return x
     if op == "gdn":
         x["g"] = F.logsigmoid(randn(B, T, HV)) / 16
-    if op == "kda":
+    if op in ("kda", "kda_kept"):
         x |= {"g": randn(B, T, HV, D, dtype=torch.bfloat16), "A_log": randn(HV).abs(), "dt_bias": 0.1 * randn(HV * D)}
     if op == "kda_given":
         x["q"], x["k"] = F.normalize(x["q"], dim=-1), F.normalize(x["k"], dim=-1)
@@ -135,6 +136,7 @@ def pick(x: Inputs, *names: str) -> Inputs:
 NAMES = {
     "gdn": (*"qkv", "g", "beta"),
     "kda": (*"qkv", "g", "beta", "A_log", "dt_bias"),
+    "kda_kept": (*"qkv", "g", "beta", "A_log", "dt_bias"),
     "kda_given": (*"qkv", "g", "beta"),
     "delta_rule": (*"qkv", "beta"),
     "ttt": (*"qkvwb", "eta"),
@@ -146,8 +148,9 @@ def forward(library, op: str) -> Function:
     names = NAMES[op]
     if op == "ttt":
         return lambda x: library.chunk_ttt_linear(**pick(x, *names), chunk_size=16)[0]
-    if op in ("kda", "kda_given"):
-        options = L2NORM | KDA_GATE | {"safe_gate": True} if op == "kda" else {"safe_gate": True}
+    if op in ("kda", "kda_kept", "kda_given"):
+        options = {"safe_gate": True} | (L2NORM | KDA_GATE if op != "kda_given" else {})
+        options["disable_recompute"] = op == "kda_kept"
         rule = library.chunk_kda
         return lambda x: rule(**pick(x, *names), **options)[0]
     rule = library.chunk_gated_delta_rule if op == "gdn" else library.chunk_delta_rule

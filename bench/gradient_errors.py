@@ -1,7 +1,7 @@
 """Errors of gradients on a CUDA device against double precision, tensor by tensor, next to flash-linear-attention's.
 
     python bench/gradient_errors.py [--peers fla | none] [--fla FOLDER] [--fla-unchecked] [--ops gdn,kda,..]
-                                    [--shape B=1,T=512,H=4,D=128] [--json FILE] [--markdown FILE]
+                                    [--shape B=1,T=512,H=16,D=128] [--json FILE] [--markdown FILE]
 
 Every library gets the same inputs in bf16 (gates, beta, parameters and states in fp32) and the same gradients of o and
 of the final state, through functions of the same names. The exact gradients are those of fastweight's reference on the
@@ -26,7 +26,7 @@ from compare_cuda import KDA_GATE, L2NORM, parse_list, parse_shape
 from fastweight import ops
 
 OPERATORS = ("gdn", "kda", "delta_rule", "ttt")
-SHAPES = ({"B": 1, "T": 512, "H": 4, "D": 128}, {"B": 1, "T": 512, "H": 4, "D": 64})
+SHAPES = ({"B": 1, "T": 512, "H": 16, "D": 128}, {"B": 1, "T": 512, "H": 16, "D": 64})
 NAMES = {"gdn": "GDN", "delta_rule": "DeltaNet", "kda": "KDA", "ttt": "TTT-Linear"}
 SYMBOLS = {"initial_state": "dh0", "initial_state_bias": "dhb0"}
 FUNCTIONS = {

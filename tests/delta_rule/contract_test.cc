@@ -15,7 +15,8 @@ std::vector<DeltaRuleSpec> specs(Gate gate, int64_t T) {
   DeltaRuleSpec options = plain;
   options.options.qk_l2norm = options.options.beta_sigmoid = options.options.state_v_first = true;
   options.options.gate_in_kernel = gate != Gate::kNone;
-  DeltaRuleSpec half = options;
+  DeltaRuleSpec half = options;  // wide enough for the kernels of Hopper, which have decays per head
+  if (gate != Gate::kPerChannel) half.K = 72, half.V = 80;
   half.dtype = DType::kBF16;
   DeltaRuleSpec wide = spec_of(gate, T, 128, 128);
   wide.dtype = DType::kBF16;

@@ -14,6 +14,11 @@ DeltaRuleSpec random_spec(Dice& dice) {
   spec = with_heads(spec, dice.between(1, 2), dice.between(1, 3));
   spec = with_random_sequences(dice, spec);
   spec.dtype = dice.pick({DType::kF32, DType::kF32, DType::kF32, DType::kBF16, DType::kF16, DType::kF64});
+  if (dice.chance(15)) {  // for the kernels of Hopper
+    spec.K = dice.pick<int64_t>({72, 96, 128});
+    spec.V = dice.pick<int64_t>({72, 104, 128});
+    spec.dtype = dice.pick({DType::kBF16, DType::kF16});
+  }
   spec.gate_dtype = dice.chance(60) ? DType::kF32 : dice.pick({spec.dtype, DType::kBF16, DType::kF16, DType::kF64});
   spec.initial_state = dice.chance(70);
   options.chunk_size = dice.pick({16, 32, 64, 64});

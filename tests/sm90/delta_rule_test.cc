@@ -1,10 +1,5 @@
-// The forward of the delta rule on Hopper's instructions, which is not in the list of implementations: against the
-// double-precision reference, with all lengths of tails, states, layouts and types.
-#include <array>
-
-#include "core/implementation.h"
-#include "cuda/delta_rule/kernels.h"
-#include "ops/recurrence.h"
+// The forward of the delta rule on Hopper's instructions, by its name: against the double-precision reference, with all
+// lengths of tails, states, layouts and types.
 #include "tests/delta_rule/grid.h"
 #include "tests/sm90/testing.h"
 
@@ -15,15 +10,6 @@ using support::Call;
 using support::draw;
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
-constexpr std::array kList{Implementation<DeltaRuleForwardProblem>{"chunk_sm90", cuda::chunk_sm90::declines_forward,
-                                                                   cuda::always, cuda::chunk_sm90::forward,
-                                                                   cuda::chunk_sm90::config_text}};
-
-std::string forward_of_list(const Context& context, const DeltaRuleForward& args) {
-  return run_recurrence("delta_rule_forward", context, args, {}, {},
-                        ImplementationList<DeltaRuleForward>(kList.data(), kList.size()));
-}
 
 DeltaRuleForward arguments(const DeltaRuleCase& problem, const DeltaRuleResults& outputs) {
   DeltaRuleForward args;
@@ -37,9 +23,9 @@ DeltaRuleForward arguments(const DeltaRuleCase& problem, const DeltaRuleResults&
 
 // With outputs that held NaNs.
 DeltaRuleResults run_into(DeltaRuleResults outputs, const DeltaRuleCase& problem,
-                          const Context& context = context_for("")) {
+                          const Context& context = context_for("chunk_sm90")) {
   for (const auto& [name, tensor] : outputs.named()) outputs.at(name).fill(kNaN);
-  Call(forward_of_list, arguments(problem, outputs)).run(context);
+  Call(delta_rule_forward, arguments(problem, outputs)).run(context);
   return outputs;
 }
 
@@ -150,9 +136,9 @@ TEST(Sm90DeltaRuleForward, MalformedOffsetsStayInside) {
 TEST(Sm90DeltaRuleForward, GraphReplaysWithOtherLengths) {
   const DeltaRuleCase problem = draw(with_lengths(wide(Gate::kPerHead, 0), {100, 60, 40}), 14);
   const DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
-  const CallOnDevice call(Call(forward_of_list, arguments(problem, outputs)));
+  const CallOnDevice call(Call(delta_rule_forward, arguments(problem, outputs)));
   const support::DeviceStream stream;
-  Context context = context_for("");
+  Context context = context_for("chunk_sm90");
   context.stream = stream.get();
   const support::DeviceGraph graph(stream, [&] { call.enqueue(context); });
   for (const std::vector<int64_t>& offsets : {std::vector<int64_t>{0, 1, 129, 200}, {0, 100, 100, 150}}) {
@@ -185,7 +171,7 @@ TEST(Sm90DeltaRuleForward, CutsBetweenChunksDoNotShow) {
 TEST(Sm90DeltaRuleForward, WindowsDoNotShow) {
   DeltaRuleSpec spec = with_heads(wide(Gate::kPerHead, 150), 2, 1);
   spec.options.chunk_size = 16;
-  Context context = context_for("");
+  Context context = context_for("chunk_sm90");
   context.scratch_bytes = 1;
   for (const DeltaRuleSpec& one : {with_batch(spec, 2), with_lengths(spec, {70, 0, 5, 90})}) {
     const DeltaRuleCase problem = draw(one, 16);
