@@ -22,11 +22,11 @@ that process from start to end.
 
 All libraries get the same inputs through functions of the same names: q and k are l2-normalised inside, GDN's log decay
 is log sigmoid(N(0,1)) / 16, KDA's gate is computed inside with a lower bound of -5 (`safe_gate`), beta is
-sigmoid(N(0,1)). `kda_kept`: the same with `disable_recompute`. `kda_given`: q and k are normalised before, the log decay
-is given in fp32. Before the timing their
-answers are compared with fastweight's: relative RMS error, of the gradients the largest. Then they take turns,
-`--rounds` times; the table has the median, the 10th and 90th percentile, and the median over fastweight's. The records
-are written after every case, so that a run that is cut short leaves what it has measured.
+sigmoid(N(0,1)). `kda_kept`: the same with `disable_recompute`. `kda_given`: q and k are normalised before, the log
+decay is given in fp32. Before the timing their answers are compared with fastweight's: relative RMS error, of the
+gradients the largest. Then they take turns, `--rounds` times; the table has the median, the 10th and 90th percentile,
+and the median over fastweight's. The records are written after every case, so that a run that is cut short leaves what
+it has measured.
 
 On Hopper with Triton 3.4 to 3.7.0 flash-linear-attention refuses the backward of GDN, because that compiler makes wrong
 code of it. `--fla-unchecked` removes the check; such records are marked.

@@ -78,6 +78,7 @@ def test_the_record_is_walked():
         ("ops.gated_delta_rule.wy_fast", "fwd_recompute_w_u bwd_prepare_wy_repr"),
         ("ops.delta_rule.wy_fast", "fwd_prepare_wy_repr bwd_prepare_wy_repr fwd_recompute_w_u"),
         ("ops.kda", "chunk_kda fused_recurrent_kda"),
+        ("ops.cp", "build_cp_context CPContext context_parallel"),
         ("ops.ttt", "chunk_ttt_linear fused_chunk_ttt_linear"),
         ("ops.gla", "chunk_gla fused_chunk_gla fused_recurrent_gla"),
         ("ops.simple_gla", "chunk_simple_gla fused_chunk_simple_gla fused_recurrent_simple_gla parallel_simple_gla"),
