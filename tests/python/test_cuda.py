@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import fastweight
 import naive
 from fastweight import _delta_rule, _info, layers, ops
+from fastweight.modules.fused_norm_gate import rms_norm_gated, rms_norm_gated_
 from fastweight.ops import chunk_delta_rule, chunk_gated_delta_rule, chunk_kda, delta_rule_step, fused_recurrent_kda
 from helpers import assert_close, draw
 from test_ttt_linear import draw as draw_ttt
@@ -51,6 +52,75 @@ def test_forward(op, dtype):
     bound = 1e-5 if dtype == torch.float32 else 6e-3
     assert_close("o", o.cpu(), expected, bound)
     assert_close("final_state", state.cpu(), expected_state, bound)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_wide_values(op, v_first):
+    """More than 256 columns, which run in parts: forward, intermediate states and a step in place."""
+    x, exact = on_device(draw(op, T=130, K=32, V=600), torch.bfloat16)
+    options = {}
+    if op != "delta_rule":
+        options = {"state_v_first": v_first}
+        if v_first:
+            x["initial_state"] = x["initial_state"].transpose(-1, -2).contiguous()
+    expected, expected_state = naive.delta_rule(**exact)
+    with torch.no_grad():
+        o, state, h = OPS[op](**x, output_final_state=True, return_intermediate_states=True, **options)
+    turned = options.get("state_v_first", False)
+    assert h.shape[1:] == (3, 2, *((600, 32) if turned else (32, 600)))
+    assert_close("o", o.cpu(), expected, 6e-3)
+    assert_close("state", (state.transpose(-1, -2) if turned else state).cpu(), expected_state, 6e-3)
+    slots = x.pop("initial_state").clone()
+    stepped = delta_rule_step(**x, state=slots, **options)
+    assert_close("stepped o", stepped.cpu(), expected, 6e-3)
+    assert_close("stepped state", (slots.transpose(-1, -2) if turned else slots).cpu(), expected_state, 6e-3)
+
+
+@pytest.mark.parametrize("op", RECURRENT)
+def test_mixed_types(op):
+    x, _ = on_device(draw(op, T=20), torch.float32)
+    x["v"] = x["v"].half()
+    o, _ = RECURRENT[op](**x)
+    assert o.dtype == (torch.float32 if op == "delta_rule" else torch.float16)
+    expected, _ = naive.delta_rule(**{name: value.double().cpu() for name, value in x.items()})
+    assert_close("o", o.cpu(), expected, 1e-3)
+
+
+def test_related_operators_say_what_is_missing():
+    q = torch.zeros(1, 4, 1, 8, device="cuda")
+    for call, entry in (
+        (lambda: ops.chunk_gla(q, q, q, q), "gla_forward"),
+        (lambda: ops.chunk_comba(q, q, q, q, q[..., 0]), "comba_forward"),
+        (lambda: ops.chunk_dplr_delta_rule(q, q, q, q, q, q), "dplr_forward"),
+        (lambda: ops.gla_step(q, q, q, torch.zeros(1, 1, 8, 8, device="cuda")), "gla_step"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{entry}: (has no CUDA implementation|built without CUDA)"):
+            call()
+
+
+@needs("rms_norm", "backward")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [5, 128, 700])
+def test_gated_norm(width, dtype):
+    x, g, cotangent = (torch.randn(3, 70, 2, width).to(dtype) for _ in range(3))
+    weight = torch.randn(width)
+    wanted = [value.double().requires_grad_() for value in (x, g, weight)]
+    y = F.rms_norm(wanted[0], (width,), wanted[2], 1e-5) * F.silu(wanted[1])
+    ours = [value.cuda().requires_grad_() for value in (x, g, weight)]
+    result = rms_norm_gated(*ours, eps=1e-5)
+    bound = 1e-5 if dtype == torch.float32 else 6e-3
+    assert_close("y", result.cpu(), y, bound)
+    gradients = torch.autograd.grad(result, ours, cotangent.cuda())
+    for name, a, b in zip(
+        ("dx", "dg", "dw"), gradients, torch.autograd.grad(y, wanted, cotangent.double()), strict=True
+    ):
+        assert_close(name, a.cpu(), b, bound)
+    again = torch.autograd.grad(rms_norm_gated(*ours, eps=1e-5), ours, cotangent.cuda())
+    assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
+    placed = x.cuda()
+    with torch.no_grad():
+        assert torch.equal(rms_norm_gated_(placed, ours[1], ours[2], eps=1e-5), result)
 
 
 @pytest.mark.parametrize("op", OPS)
