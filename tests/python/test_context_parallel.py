@@ -219,10 +219,10 @@ def agreement_with_one_process():
     check(context, convolution, lengths, torch.bfloat16, bound=2e-2)
 
 
-def the_bits_of_one_process():
+def the_bits_of_one_process(mode):
     for name in ("one", "spanning"):
         lengths = LENGTHS[name]
-        context = build_cp_context(torch.tensor(offsets_of(lengths)), mode="in_order", align=64)
+        context = build_cp_context(torch.tensor(offsets_of(lengths)), mode=mode, align=64)
         for case in (delta_rule, gated_delta_rule, kda, ttt_linear, convolution):
             check(context, case, lengths, same_bits=True)
 
@@ -524,8 +524,10 @@ def test_agreement(world_size):
     ranks.run(world_size, agreement_with_one_process)
 
 
-def test_bits():
-    ranks.run(3, the_bits_of_one_process)
+@pytest.mark.parametrize(("world_size", "mode"), [(3, "in_order"), (2, "affine")])
+def test_bits(world_size, mode):
+    """On two ranks the affine mode has nothing to compose: h is the final state of one, e a gradient of the other."""
+    ranks.run(world_size, the_bits_of_one_process, mode)
 
 
 def test_layers_and_states():
