@@ -150,7 +150,8 @@ def forward(library, op: str) -> Function:
         return lambda x: library.chunk_ttt_linear(**pick(x, *names), chunk_size=16)[0]
     if op in ("kda", "kda_kept", "kda_given"):
         options = {"safe_gate": True} | (L2NORM | KDA_GATE if op != "kda_given" else {})
-        options["disable_recompute"] = op == "kda_kept"
+        if op == "kda_kept":
+            options["disable_recompute"] = True
         rule = library.chunk_kda
         return lambda x: rule(**pick(x, *names), **options)[0]
     rule = library.chunk_gated_delta_rule if op == "gdn" else library.chunk_delta_rule

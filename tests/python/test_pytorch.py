@@ -137,7 +137,8 @@ def test_opcheck_covers_every_operator():
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("fastweight::")
     }
-    assert {name for name, _ in opcheck_cases()} == registered - {"info"}  # which has no tensors
+    without_tensors = {"info", "delta_rule_kept_words"}
+    assert {name for name, _ in opcheck_cases()} == registered - without_tensors
 
 
 @pytest.mark.parametrize(("name", "arguments"), [pytest.param(n, a, id=n) for n, a in opcheck_cases()])
