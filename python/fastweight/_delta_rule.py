@@ -208,8 +208,22 @@ def step(state: Tensor, state_indices: Tensor | None, inputs: tuple, options: tu
 MAP_SQUARE, MAP_STATE = 1, 2  # the results of a map that are wanted
 
 
+def _joined_map(results: list[tuple], options: int) -> tuple:
+    """The square matrix is that of the first columns, and the same for all."""
+    squares, states = zip(*results, strict=True)
+    axis = -2 if options & STATE_V_FIRST else -1
+    return squares[0], None if states[0] is None else torch.cat(states, axis)
+
+
 def map_forward(inputs: tuple, options: tuple, wanted: int = MAP_SQUARE | MAP_STATE) -> tuple:
     """(M, h), None for what is not wanted."""
+    parts = columns(inputs[2])
+    if parts is not None:
+        results = [
+            map_forward(inputs_of(inputs, part, options[0]), options, wanted & MAP_STATE if part.start else wanted)
+            for part in parts
+        ]
+        return _joined_map(results, options[0])
     return run(operators.delta_rule_map_forward.default, *inputs, *options, wanted)
 
 
@@ -221,6 +235,14 @@ def map_backward(
     wanted: int = MAP_SQUARE | MAP_STATE,
 ) -> tuple:
     """(the transpose of M, e), None for what is not wanted."""
+    parts = columns(inputs[2])
+    if parts is not None:
+        results = []
+        for part in parts:
+            gradients = None if d_o is None else d_o[..., part], _state_of(d_final_state, part, options[0])
+            rows = inputs_of(inputs, part, options[0])
+            results.append(map_backward(*gradients, rows, options, wanted & MAP_STATE if part.start else wanted))
+        return _joined_map(results, options[0])
     return run(operators.delta_rule_map_backward.default, d_o, d_final_state, *inputs, *options, wanted)
 
 

@@ -487,6 +487,24 @@ def test_map(case, dtype):
     assert distance(back, d_initial) < bound
 
 
+@pytest.mark.parametrize("v_first", [False, True])
+def test_map_of_wide_values_in_parts(v_first, monkeypatch):
+    """What runs on CUDA, where the kernels take 256 columns, with parts of 5."""
+    _, x, options = prepared(gated_delta_rule, [40], torch.float32, True)
+    options["state_v_first"] = v_first
+    state = x.pop("initial_state") if v_first else x.pop("initial_state").mT
+    q, v = x.pop("q"), x.pop("v")
+    results = []
+    for parts in (None, [slice(0, 5), slice(5, 10), slice(10, 12)]):
+        monkeypatch.setattr(_delta_rule, "columns", lambda v, parts=parts: parts if v.shape[-1] == 12 else None)
+        forward = ops.delta_rule_map(v=v, **x, **options, initial_state=state)
+        backward = ops.delta_rule_map_backward(q, d_o=v, **x, **options, d_final_state=state)
+        results.append((*forward, *backward))
+    for a, b in zip(*results, strict=True):
+        assert a.shape == b.shape
+        assert distance(a, b) < 1e-6
+
+
 def test_map_refuses_a_beta_per_value_channel():
     x = prepared(gated_delta_rule, [33], torch.float32, False)[1]
     with pytest.raises(ValueError, match="beta: expected shape"):
