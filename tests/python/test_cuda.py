@@ -281,7 +281,7 @@ def test_fake_tensors_agree():
     x, _ = on_device(draw("gated_delta_rule", T=20), torch.bfloat16)
     values = [x[name] for name in ("q", "k", "v", "g", "beta")]
     bits = _delta_rule.bits(_delta_rule.PER_HEAD, 64, False, True, True)
-    arguments = (*values, None, None, x["initial_state"], None, bits, None, None, torch.float32, None)
+    arguments = (*values, None, None, x["initial_state"], None, bits, None, None, torch.float32, None, 0)
     torch.library.opcheck(
         torch.ops.fastweight.delta_rule_forward.default, arguments, test_utils=("test_schema", "test_faketensor")
     )
