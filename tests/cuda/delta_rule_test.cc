@@ -279,6 +279,9 @@ TEST_P(CudaDeltaRule, ThousandsOfSequences) {
   check(Mode::kStep, draw(one, 6));
 }
 
+// Some kernels take no others.
+TEST_P(CudaDeltaRule, WideRowsOfWholePieces) { check(Mode::kForward, draw(with_heads(spec(70, 72, 80), 1, 2), 8)); }
+
 TEST_P(CudaDeltaRule, ManyBatchesAndHeads) {
   DeltaRuleSpec one = with_heads(spec(1, 16, 8), 40, 2);
   one.B = reduced() ? 60 : 900;

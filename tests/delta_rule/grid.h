@@ -69,6 +69,11 @@ class DeltaRuleGrid : public GridOf<DeltaRuleCase> {
       add("one_token", with_batch(with_heads(spec(1, K, V), 2, 2), 3), {double(K), double(V)}).modes = {Mode::kStep};
     }
     add("long", spec(reduced() ? 200 : 1024, 128, 128));
+    for (const std::vector<int64_t>& lengths : std::vector<std::vector<int64_t>>{{}, {70, 0, 1, 64}}) {
+      DeltaRuleSpec one = lengths.empty() ? with_batch(spec(70, 72, 80), 2) : with_lengths(spec(0, 128, 96), lengths);
+      one.dtype = DType::kBF16;
+      add("wide_16bit", one, {double(lengths.size())});
+    }
     for (double group : {2, 3}) {
       DeltaRuleSpec one = with_batch(with_heads(spec(67, 20, 36), 2, int64_t(group)), 2);
       add("groups", one, {group});

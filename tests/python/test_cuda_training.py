@@ -174,14 +174,16 @@ def test_gradients_do_not_depend_on_the_rest_of_the_batch(op, dtype):
 
 
 def test_what_is_kept():
-    """Of a forward that records gradients: o, and one state per chunk in the type of q."""
+    """Of a forward that records gradients: o, one state per chunk in the type of q, and what was made of the chunk."""
     x = place(draw("gated_delta_rule", T=1024, H=4, K=128, V=64, state=False), torch.bfloat16)
     ops.chunk_gated_delta_rule(**x)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     o, _ = ops.chunk_gated_delta_rule(**x)
-    states = 1024 // 64 * 4 * 128 * 64
-    assert torch.cuda.memory_allocated() - before == 2 * (o.numel() + states)
+    chunks = 1024 // 64 * 4
+    words = torch.ops.fastweight.delta_rule_kept_words(torch.cuda.current_device(), 1, torch.bfloat16, 128)
+    assert words > 0
+    assert torch.cuda.memory_allocated() - before == 2 * (o.numel() + chunks * 128 * 64) + 4 * chunks * words
     del o
     with torch.no_grad():
         o, _ = ops.chunk_gated_delta_rule(**x)

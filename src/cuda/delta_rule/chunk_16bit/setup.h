@@ -194,7 +194,9 @@ void forward_in_windows(const Problem& problem, const Context& context, const Sc
   const bool keeps = call.kept.present();
   ScratchLayout one;
   take_factors(one, problem, 1, false);
-  const Windows windows = windows_of(args, keeps ? 1 : count_for(args, one.bytes(), kMostFactorBytes, context));
+  const bool saves = keeps || call.chunk_states.present();  // then no window makes much of a difference
+  const size_t most = saves ? 4 * kMostFactorBytes : kMostFactorBytes;
+  const Windows windows = windows_of(args, keeps ? 1 : count_for(args, one.bytes(), most, context));
   ScratchLayout measure;
   take_forward_scratch(measure, problem, args, windows);
   const DeviceWorkspace workspace(context, measure.bytes());
