@@ -194,9 +194,9 @@ TEST_P(CudaDeltaRuleBackward, FromKeptStates) {
 
 // What a forward leaves to its backward, and both in pieces of the input ------------------------------------------------
 
-// A forward that keeps states and, if wanted, factors, and the backward from them.
-std::pair<DeltaRuleResults, DeltaRuleResults> train(const DeltaRuleCase& problem, const Context& context,
-                                                    bool keep_factors) {
+// A forward that keeps states and, if wanted, factors, and the backward from them; or from factors that are all 0.
+enum class Keep { kStates, kFactors, kFactorsLost };
+std::pair<DeltaRuleResults, DeltaRuleResults> train(const DeltaRuleCase& problem, const Context& context, Keep keep) {
   const DeltaRuleSpec& one = problem.spec;
   DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
   outputs.chunk_states = outputs.chunk_states.to(one.dtype);
@@ -208,9 +208,10 @@ std::pair<DeltaRuleResults, DeltaRuleResults> train(const DeltaRuleCase& problem
   lengths.device = context.device;  // where they will be: their contents are not looked at
   const int64_t chunks = delta_rule_num_chunks(problem.q.shape()[1], lengths, one.options.chunk_size);
   const int64_t words = delta_rule_kept_words(context, one.options, one.dtype, one.K);
-  const Tensor kept(DType::kI32, {problem.q.shape()[0], chunks, one.HV, words});
-  if (keep_factors) forward["kept"] = backward["kept"] = kept.view();
+  Tensor kept(DType::kI32, {problem.q.shape()[0], chunks, one.HV, words});
+  if (keep != Keep::kStates) forward["kept"] = backward["kept"] = kept.view();
   outputs.implementation = forward.run(context);
+  if (keep == Keep::kFactorsLost) kept.fill(0);
   gradients.implementation = backward.run(context);
   return {std::move(outputs), std::move(gradients)};
 }
@@ -221,10 +222,12 @@ TEST_P(CudaDeltaRuleBackward, FromKeptFactors) {
     one.options.qk_l2norm = true;
     for (const DeltaRuleSpec& each : {one, with_heads(spec(70, K, 36), 1, 2)}) {
       const DeltaRuleCase problem = draw(each, 39);
-      const auto [outputs, gradients] = train(problem, context_for(""), false);
-      const auto [same_outputs, same_gradients] = train(problem, context_for(""), true);
+      const auto [outputs, gradients] = train(problem, context_for(""), Keep::kStates);
+      const auto [same_outputs, same_gradients] = train(problem, context_for(""), Keep::kFactors);
       expect_same_bits(same_outputs, outputs, describe(each));
       expect_same_bits(same_gradients, gradients, describe(each));
+      const auto [_, lost] = train(problem, context_for(""), Keep::kFactorsLost);
+      EXPECT_FALSE(support::same_bits(lost.dv, gradients.dv)) << "made again: " << describe(each);
     }
   }
 }
@@ -238,14 +241,18 @@ TEST_P(CudaDeltaRuleBackward, InPieces) {
     one.options.chunk_size = 16;
     one.options.gate_in_kernel = GetParam() != Gate::kNone;
     const DeltaRuleCase problem = draw(one, 40);
-    Context pieces = context_for("");
+    CountingSource memory, less_memory;
+    Context all = context_for(""), pieces = context_for("");
+    all.workspace = memory.source();
+    pieces.workspace = less_memory.source();
     pieces.scratch_bytes = 1;
-    const auto [outputs, gradients] = train(problem, context_for(""), false);
-    for (bool keep_factors : {false, true}) {
-      const auto [same_outputs, same_gradients] = train(problem, pieces, keep_factors);
+    const auto [outputs, gradients] = train(problem, all, Keep::kStates);
+    for (Keep keep : {Keep::kStates, Keep::kFactors}) {
+      const auto [same_outputs, same_gradients] = train(problem, pieces, keep);
       expect_same_bits(same_outputs, outputs, describe(one));
       expect_same_bits(same_gradients, gradients, describe(one));
     }
+    EXPECT_LT(less_memory.most, memory.most / 4 * 3) << describe(one);  // states between pieces are not small here
     expect_same_bits(support::backward(problem, pieces), gradients, describe(one));
   }
 }

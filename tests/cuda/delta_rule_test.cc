@@ -451,22 +451,6 @@ TEST(CudaSharedMemory, OneKernelWithLessAndMore) {
 
 // Scratch memory -----------------------------------------------------------------------------------------------------
 
-struct CountingSource {
-  std::vector<std::unique_ptr<support::DeviceBuffer>> blocks;
-  int released = 0;
-  bool empty = false;
-
-  WorkspaceSource source() {
-    return {[](void* user, size_t bytes) -> void* {
-              auto* self = static_cast<CountingSource*>(user);
-              if (self->empty) return nullptr;
-              self->blocks.push_back(std::make_unique<support::DeviceBuffer>(bytes));
-              return self->blocks.back()->data();
-            },
-            [](void* user, void*, size_t) { ++static_cast<CountingSource*>(user)->released; }, this};
-  }
-};
-
 TEST(CudaWorkspace, FromTheCaller) {
   const DeltaRuleCase problem = draw(with_lengths(spec_of(Gate::kPerHead, 0, 32, 16), {70, 1, 0, 33}), 12);
   CountingSource memory;

@@ -1,6 +1,7 @@
 // What the tests of the CUDA backend share. A program that includes this runs on the first device.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
@@ -175,5 +176,24 @@ inline void expect_skipped(const std::vector<int64_t>& skipped, const std::vecto
   }
   for (int64_t n : advanced) EXPECT_FALSE(kept(n)) << what;
 }
+
+// Scratch memory from the caller, and what was asked for.
+struct CountingSource {
+  std::vector<std::unique_ptr<support::DeviceBuffer>> blocks;
+  int released = 0;
+  size_t most = 0;  // bytes of a block
+  bool empty = false;
+
+  WorkspaceSource source() {
+    return {[](void* user, size_t bytes) -> void* {
+              auto* self = static_cast<CountingSource*>(user);
+              if (self->empty) return nullptr;
+              self->most = std::max(self->most, bytes);
+              self->blocks.push_back(std::make_unique<support::DeviceBuffer>(bytes));
+              return self->blocks.back()->data();
+            },
+            [](void* user, void*, size_t) { ++static_cast<CountingSource*>(user)->released; }, this};
+  }
+};
 
 }  // namespace fastweight::test
