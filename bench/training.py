@@ -124,6 +124,8 @@ first of them."""
 UNCHECKED = """flash-linear-attention refuses its backward of the gated delta rule on this GPU with this version of
 Triton, which compiles it wrongly. For this run the check was removed: that library's gradients, and so its curve, may
 be wrong."""
+WARM = """Triton's cache on disk held kernels of flash-linear-attention from runs before: its first step tunes them, and
+compiles only what was missing."""
 ORIGIN = """{device}, PyTorch {torch}, fastweight {version}, flash-linear-attention {their_version}, {date}. Record:
 [{source}](../bench/results/{source}). Made by"""
 COMMANDS = """    python examples/train_lm.py --compare fla --fla FOLDER{switch} --json bench/results/{source}
@@ -151,6 +153,7 @@ def page(records: list[dict], source: str) -> str:
         "![Two curves of the loss on top of each other, and their difference](training.svg)",
         "\n".join(table(records)),
         *([paragraph(UNCHECKED)] if theirs["unchecked"] else []),
+        *([paragraph(WARM)] if theirs.get("warm_cache") else []),
         paragraph(ORIGIN),
         COMMANDS.format(**values),
     ]

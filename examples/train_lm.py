@@ -25,6 +25,7 @@ import datetime
 import importlib
 import json
 import math
+import os
 import pathlib
 import random
 import statistics
@@ -314,8 +315,10 @@ def fla_refuses(error: RuntimeError) -> bool:
 def run(arguments: argparse.Namespace) -> dict:
     """One training, with the operators that were asked for."""
     device, sizes, steps, seed = arguments.device, arguments.sizes, arguments.steps, arguments.seed
-    version = fastweight.info()["version"]
+    version, warm = fastweight.info()["version"], False
     if arguments.operators == "fla":
+        cache = pathlib.Path(os.environ.get("TRITON_CACHE_DIR", pathlib.Path.home() / ".triton" / "cache"))
+        warm = cache.is_dir() and any(cache.iterdir())
         version = use_fla(arguments.fla, arguments.fla_unchecked)
     if arguments.text:
         text = read_file(arguments.text)
@@ -347,6 +350,7 @@ def run(arguments: argparse.Namespace) -> dict:
     return result | {
         "library": arguments.operators,
         "unchecked": arguments.fla_unchecked and arguments.operators == "fla",
+        "warm_cache": warm,
         "version": version,
         "parameters": parameters,
         "steps": steps,

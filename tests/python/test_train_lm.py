@@ -116,6 +116,7 @@ def test_the_page(example, tmp_path, monkeypatch, unchecked):
     report = load("bench/training.py")
     record = train(example, tmp_path) | {"tokens_per_second": 1234.0, "peak_memory_bytes": 2**31}
     other = record | {"library": "fla", "unchecked": unchecked, "losses": [x + 0.01 for x in record["losses"]]}
+    other["warm_cache"] = unchecked
     source = tmp_path / "both.json"
     source.write_text(json.dumps([other, record]))
     monkeypatch.setattr("sys.argv", ["training.py", str(source), str(tmp_path / "training")])
@@ -124,6 +125,7 @@ def test_the_page(example, tmp_path, monkeypatch, unchecked):
     assert "| tokens per second | 1,234 | 1,234 |" in page
     assert "| peak memory, GiB | 2.00 | 2.00 |" in page
     assert ("check was removed" in page) == unchecked
+    assert ("Triton's cache" in page) == unchecked
     assert max(map(len, page.splitlines())) <= 125
     root = xml.etree.ElementTree.parse(tmp_path / "training.svg").getroot()
     lines = root.findall("{http://www.w3.org/2000/svg}polyline")
