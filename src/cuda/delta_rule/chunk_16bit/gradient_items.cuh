@@ -68,8 +68,8 @@ __device__ __forceinline__ int64_t pair_from_the_end(const ChunkArgs& args, int6
   return (position < 0 ? rows * width : turn % rows * width + position) * heads + n % heads;
 }
 
-// A block takes one pair of a chunk and a key head after the other: beside the scan back whichever is next, after it every
-// gridDim.x-th. By one thread.
+// With one decay per head a block takes one pair of a chunk and a key head after the other: beside the scan back whichever
+// is next, after it every gridDim.x-th. By one thread.
 __device__ __forceinline__ int64_t first_pair(const GradientArgs& args) {
   return args.progress.present() ? pair_from_the_end(args.chunk, claim(args.progress.counter)) : int64_t{blockIdx.x};
 }

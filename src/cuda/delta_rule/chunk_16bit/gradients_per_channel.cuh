@@ -168,7 +168,6 @@ struct Gradients {
     }
     finish_beta(args, item, s, own);
     if (args.parameter_parts != nullptr && item.closes) store_parameters(args, item, s, thread);
-    wait_until_ready(next);
     __syncthreads();
     if (more) {
       load_columns(args, next, s, thread);
@@ -180,30 +179,16 @@ struct Gradients {
   __device__ __forceinline__ void run(const Item& item, Item& next) const {
     wait_copies<0>();
     __syncthreads();
-    if (threadIdx.x == 0) {
-      const bool beside = args.progress.present() && item.last;
-      const int64_t pair = beside ? pair_from_the_end(args.chunk, claim(args.progress.counter)) : item.pair + gridDim.x;
-      find_next<X::kColumns>(args.chunk, item, pair, next);
-    }
+    if (threadIdx.x == 0) find_next<X::kColumns>(args.chunk, item, item.pair + gridDim.x, next);
     make_sums(item);
     finish_tiles<kType>(args, item, s, thread_index());
     __syncthreads();
     finish(item, next);
   }
 
-  // Before what the scan back leaves is loaded, G among it; a barrier follows.
-  __device__ __forceinline__ void wait_until_ready(const Item& item) const {
-    if (threadIdx.x != 0 || !args.progress.present() || item.span.sequence < 0) return;
-    while (!is_ready(args, item)) {
-    }
-  }
-
+  // A block takes every gridDim.x-th pair of a chunk and a key head.
   __device__ __forceinline__ void run_all() const {
-    if (!args.progress.present()) wait_for_previous_kernels();
-    if (threadIdx.x == 0) {
-      first_item<X::kColumns>(args.chunk, first_pair(args), s.items[0]);
-      wait_until_ready(s.items[0]);
-    }
+    if (threadIdx.x == 0) first_item<X::kColumns>(args.chunk, blockIdx.x, s.items[0]);
     __syncthreads();
     if (s.items[0].span.sequence < 0) return;
     const int thread = thread_index();
@@ -221,9 +206,8 @@ static_assert(sizeof(Shared<128>) <= (228 / 2 - 1) * 1024);
 template <DType kType, int kK>
 __global__ void __launch_bounds__(Shape<kK>::kThreads, Shape<kK>::kBlocksOfSM)
     channel_gradients_kernel(const __grid_constant__ GradientArgs args) {
-  // As in gradients_kernel.
-  Gradients<kType, kK>{args, dynamic_shared<Shared<kK>>()}.run_all();
   wait_for_previous_kernels();
+  Gradients<kType, kK>{args, dynamic_shared<Shared<kK>>()}.run_all();
 }
 
 }  // namespace
