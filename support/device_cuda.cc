@@ -40,6 +40,8 @@ void DeviceBuffer::upload(const void* from, size_t bytes, size_t at) {
   if (bytes == 0) return;
   require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   require(cudaMemcpy(data_ + at, from, bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
+  // A copy from pageable memory returns when it has been staged; streams that wait for no other could overtake it.
+  require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
 void DeviceBuffer::download(void* to, size_t bytes, size_t at) const {

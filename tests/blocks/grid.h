@@ -76,6 +76,7 @@ class BlockGrid : public GridOf<BlockCase> {
     for (int64_t C : {16, 64}) {
       add("packed", with_lengths(spec(0, C), {0, 1, 70, 0, 0, 16, 64, 5, 0}), {double(C)});
       add("packed_empty", with_lengths(spec(0, C), {0, 0}), {double(C)});
+      add("no_sequences", with_lengths(spec(0, C), {}), {double(C)});
     }
     add("groups", with_heads(spec(50, 32), 2, 6));
     for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {

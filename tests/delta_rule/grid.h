@@ -80,8 +80,8 @@ class DeltaRuleGrid : public GridOf<DeltaRuleCase> {
       one.options.qk_l2norm = true;
       add("groups_l2norm", one, {group});
     }
-    const std::vector<std::vector<int64_t>> lengths{{5, 0, 64, 1, 33}, {0, 0},   {0, 130, 0},    {1, 1, 1, 1},
-                                                    {64, 128, 65},     {200, 3}, {1, 0, 3, 1, 7}};
+    const std::vector<std::vector<int64_t>> lengths{{5, 0, 64, 1, 33}, {0, 0},   {0, 130, 0},     {1, 1, 1, 1},
+                                                    {64, 128, 65},     {200, 3}, {1, 0, 3, 1, 7}, {}};
     for (size_t i = 0; i < lengths.size(); ++i) {
       for (int32_t chunk_size : first<int32_t>({64, 16}, 1)) {
         DeltaRuleSpec one = with_lengths(with_heads(spec(0, 20, 36), 2, i == 6 ? 2 : 1), lengths[i]);

@@ -82,8 +82,8 @@ class RelatedGrid : public GridOf<RelatedCase> {
     for (const auto& [K, V] : first(widths, 4)) add("widths", spec(70, K, V), {double(K), double(V)});
     add("long", spec(reduced() ? 200 : 1024, 128, 128)).modes = {Mode::kForward};
     add("long_backward", spec(reduced() ? 200 : 512, 128, 128)).modes = {Mode::kBackward};
-    const std::vector<std::vector<int64_t>> lengths{{5, 0, 64, 1, 33}, {0, 0},        {0, 130, 0},
-                                                    {1, 1, 1, 1},      {64, 128, 65}, {200, 3}};
+    const std::vector<std::vector<int64_t>> lengths{{5, 0, 64, 1, 33}, {0, 0},   {0, 130, 0}, {1, 1, 1, 1},
+                                                    {64, 128, 65},     {200, 3}, {}};
     for (size_t i = 0; i < lengths.size(); ++i) {
       add("packed", with_lengths(spec(0, 20, 36, 2), lengths[i]), {double(i)});
     }

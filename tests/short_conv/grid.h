@@ -45,9 +45,14 @@ class ShortConvGrid : public GridOf<ShortConvCase> {
     for (int64_t W : first<int64_t>({3, 1, 2, 5, 7, 8, 16}, 3)) {
       for (int64_t T : {1, 2, 9, 300}) add("width", spec_of(T, 19, W), {double(W), double(T)});
     }
-    const std::vector<std::vector<int64_t>> lengths{
-        {5, 0, 64, 1, 33},           {0, 0}, {0, 300, 0}, {1, 1, 1, 1}, {2, 3, 4, 5, 260}, {256, 512, 1},
-        std::vector<int64_t>(600, 1)};
+    const std::vector<std::vector<int64_t>> lengths{{5, 0, 64, 1, 33},
+                                                    {0, 0},
+                                                    {0, 300, 0},
+                                                    {1, 1, 1, 1},
+                                                    {2, 3, 4, 5, 260},
+                                                    {256, 512, 1},
+                                                    std::vector<int64_t>(600, 1),
+                                                    {}};
     for (size_t i = 0; i < lengths.size(); ++i) {
       add("packed", with_lengths(spec_of(0, 20), lengths[i]), {double(i)});
       add("packed_odd", with_lengths(spec_of(0, 9, 3), lengths[i]), {double(i)});

@@ -80,9 +80,11 @@ bool knows_how_to_wait(int device) {
   return yes;
 }
 
-// `name` is what an error calls the kernel. Errors of earlier work on the device are not mistaken for this launch's.
+// `name` is what an error calls the kernel. Errors of earlier work on the device are not mistaken for this launch's. Where
+// there is nothing to do, a grid of no blocks, nothing is launched: CUDA would refuse it.
 template <auto kKernel, class... Args>
 void launch(const char* name, const Context& context, const LaunchShape& shape, const Args&... args) {
+  if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return;
   allow_shared_memory<kKernel>(context.device.index, shape.dynamic_shared_bytes);
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;

@@ -153,8 +153,9 @@ __device__ __forceinline__ void finish_beta(const GradientArgs& args, const Item
 #pragma unroll
     for (int e = 0; e < 8; ++e) sum -= x[e];
   }
-  sum = s.dbeta[own.row] + sum_over_lanes<TokenLanes<kK>::kLanes>(sum);
+  sum = sum_over_lanes<TokenLanes<kK>::kLanes>(sum);
   if (own.lane != 0) return;
+  sum += s.dbeta[own.row];
   s.dbeta[own.row] = sum;
   if (!item.closes || own.row >= item.span.length) return;
   const DeviceTensor& out = args.dbeta;
