@@ -1,12 +1,13 @@
 """Errors of gradients on a CUDA device against double precision, tensor by tensor, next to flash-linear-attention's.
 
     python bench/gradient_errors.py [--peers fla | none] [--fla FOLDER] [--fla-unchecked] [--ops gdn,kda,..]
-                                    [--shape B=1,T=512,H=16,D=128] [--json FILE] [--markdown FILE]
+                                    [--shape B=1,T=512,H=16,D=128] [--draws 4] [--json FILE] [--markdown FILE]
 
 Every library gets the same inputs in bf16 (gates, beta, parameters and states in fp32) and the same gradients of o and
 of the final state, through functions of the same names. The exact gradients are those of fastweight's reference on the
-CPU in float64, from the inputs as they were rounded. An error is ||a - b|| / ||b|| (Frobenius) over a whole tensor; the
-last column of the rows is fastweight's error over the other's.
+CPU in float64, from the inputs as they were rounded. An error is ||a - b|| / ||b|| (Frobenius) over a whole tensor, of
+several draws the root mean square: dA_log has only as many numbers as there are heads. The last column of the rows is
+fastweight's error over the other's.
 
 q and k are l2-normalised inside; gates come from raw values, with A_log and dt_bias; KDA with a lower bound of -5
 (`safe_gate`). flash-linear-attention tunes its kernels first, a minute or two for each operator and width.
@@ -15,6 +16,7 @@ q and k are l2-normalised inside; gates come from raw values, with A_log and dt_
 import argparse
 import functools
 import json
+import math
 import pathlib
 import sys
 
@@ -41,10 +43,10 @@ DEVICE = "cuda"
 Tensors = dict[str, torch.Tensor]
 
 
-def draw(op: str, shape: dict[str, int], dtype: torch.dtype) -> tuple[Tensors, list[torch.Tensor]]:
+def draw(op: str, shape: dict[str, int], dtype: torch.dtype, seed: int) -> tuple[Tensors, list[torch.Tensor]]:
     """Inputs and gradients of the outputs, on the CPU, rounded to their types."""
     B, T, H, D = (shape[name] for name in "BTHD")
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def randn(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, generator=generator)
@@ -77,10 +79,8 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double().cpu() - b).norm() / b.norm())
 
 
-def measure(
-    op: str, shape: dict[str, int], peers: dict[str, object], dtype: torch.dtype = torch.bfloat16
-) -> list[dict]:
-    x, d_outputs = draw(op, shape, dtype)
+def measure_draw(op: str, shape: dict[str, int], peers: dict[str, object], dtype: torch.dtype, seed: int) -> list[dict]:
+    x, d_outputs = draw(op, shape, dtype, seed)
     exact = gradients(ops, op, {key: value.double() for key, value in x.items()}, [d.double() for d in d_outputs])
     records = []
     for library, functions in {"fastweight": ops, **peers}.items():
@@ -92,6 +92,22 @@ def measure(
             records.append(base | {"failed": f"{type(problem).__name__}: {str(problem).splitlines()[0][:200]}"})
             continue
         records.append(base | {"errors": {key: error(found[key], exact[key]) for key in x}})
+    return records
+
+
+def measure(
+    op: str, shape: dict[str, int], peers: dict[str, object], dtype: torch.dtype = torch.bfloat16, draws: int = 1
+) -> list[dict]:
+    """A record for each library."""
+    records = []
+    for same_library in zip(*(measure_draw(op, shape, peers, dtype, seed) for seed in range(draws)), strict=True):
+        failed = next((record for record in same_library if "failed" in record), None)
+        if failed is None:
+            each = [record["errors"] for record in same_library]
+            mean = {key: math.sqrt(sum(errors[key] ** 2 for errors in each) / draws) for key in each[0]}
+            records.append(same_library[0] | {"draws": draws, "errors": mean})
+        else:
+            records.append(failed | {"draws": draws})
     return records
 
 
@@ -118,6 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--fla-unchecked", action="store_true", help="remove its check of Triton's version")
     parser.add_argument("--ops", type=functools.partial(parse_list, OPERATORS), default=list(OPERATORS))
     parser.add_argument("--shape", type=parse_shape, help="H=..,D=..,T=..[,B=..] in place of both widths")
+    parser.add_argument("--draws", type=int, default=1, help="of the inputs")
     parser.add_argument("--json", type=pathlib.Path, help="file for the records")
     parser.add_argument("--markdown", type=pathlib.Path, help="file for the table")
     arguments = parser.parse_args(argv)
@@ -131,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
     records = []
     for op in arguments.ops:
         for shape in (arguments.shape,) if arguments.shape else SHAPES:
-            for record in measure(op, shape, peers):
+            for record in measure(op, shape, peers, draws=arguments.draws):
                 records.append(record | about)
                 shown = {SYMBOLS.get(k, "d" + k): f"{v:.1e}" for k, v in record.get("errors", {}).items()}
                 print(op, f"D={shape['D']}", record["library"], record.get("failed", shown), flush=True)

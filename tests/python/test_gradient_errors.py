@@ -33,7 +33,7 @@ class Rough:
 @pytest.mark.parametrize("op", ["gdn", "kda", "delta_rule", "ttt"])
 def test_every_operator(bench, op):
     ours, theirs = bench.measure(op, SHAPE, {"fla": Rough()})
-    assert ours["errors"].keys() == bench.draw(op, SHAPE, torch.bfloat16)[0].keys()
+    assert ours["errors"].keys() == bench.draw(op, SHAPE, torch.bfloat16, 0)[0].keys()
     assert all(0 < value < 0.02 for value in ours["errors"].values())
     assert theirs["errors"]["q"] > 2 * ours["errors"]["q"]
     lines = bench.table([ours, theirs]).splitlines()
@@ -50,3 +50,12 @@ def test_one_that_fails(bench):
     ours, broken = bench.measure("gdn", SHAPE, {"fla": Broken()})
     assert broken["failed"] == "RuntimeError: no such kernel"
     assert "no result" in bench.table([ours, broken])
+
+
+def test_several_draws(bench):
+    """The root mean square of their errors, which differ."""
+    each = [bench.measure_draw("gdn", SHAPE, {}, torch.bfloat16, seed)[0]["errors"]["q"] for seed in range(3)]
+    together = bench.measure("gdn", SHAPE, {}, draws=3)[0]
+    assert together["draws"] == 3
+    assert min(each) < together["errors"]["q"] < max(each)
+    assert together["errors"]["q"] == pytest.approx(sum(x**2 for x in each) ** 0.5 / 3**0.5)
