@@ -1,13 +1,14 @@
 """fastweight next to flash-linear-attention on a CUDA device: forward, training and decoding, side by side in one run.
 
-    python bench/compare_cuda.py [--peers fla,flashqla,cudnn | none] [--fla FOLDER] [--fla-unchecked] [--json FILE]
+    python bench/compare_cuda.py [--peers fla,flashinfer,flashqla,cudnn | none] [--fla FOLDER] [--fla-unchecked]
                                  [--ops gdn,kda,..] [--modes forward,train,step,eager,first_step]
-                                 [--shape B=1,T=8192,H=96,D=128] [--sweep] [--rounds N] [--seconds S]
+                                 [--shape B=1,T=8192,H=96,D=128] [--sweep] [--rounds N] [--seconds S] [--json FILE]
 
 flash-linear-attention is used where it is installed, or from the source folder `--fla`. It compiles and tunes its
 kernels at the first call of every shape, half a minute to a minute each, for a backward as long again: hence few
 shapes.
-`flashqla` and `cudnn` are FlashQLA (GDN) and cuDNN's frontend (KDA with gates given), where they can be imported.
+`flashinfer`, `flashqla` and `cudnn` are FlashInfer (forward of GDN with decays given), FlashQLA (GDN) and cuDNN's
+frontend (KDA with gates given), where they can be imported.
 
 `forward`: o of B sequences of T tokens, bf16, no state in or out. `train`: the same and the gradients of all inputs
 from a gradient of o; next to the time stands the peak of memory on top of the inputs, results included. `step`: one
@@ -22,11 +23,11 @@ that process from start to end.
 
 All libraries get the same inputs through functions of the same names: q and k are l2-normalised inside, GDN's log decay
 is log sigmoid(N(0,1)) / 16, KDA's gate is computed inside with a lower bound of -5 (`safe_gate`), beta is
-sigmoid(N(0,1)). `kda_kept`: the same with `disable_recompute`. `kda_given`: q and k are normalised before, the log
-decay is given in fp32. Before the timing their answers are compared with fastweight's: relative RMS error, of the
-gradients the largest. Then they take turns, `--rounds` times; the table has the median, the 10th and 90th percentile,
-and the median over fastweight's. The records are written after every case, so that a run that is cut short leaves what
-it has measured.
+sigmoid(N(0,1)). `kda_kept`: the same with `disable_recompute`. `gdn_given` and `kda_given`: q and k are normalised
+before, the log decay is given in fp32. Before the timing their answers are compared with fastweight's: relative RMS
+error, of the gradients the largest. Then they take turns, `--rounds` times; the table has the median, the 10th and 90th
+percentile, and the median over fastweight's. The records are written after every case, so that a run that is cut short
+leaves what it has measured.
 
 On Hopper with Triton 3.4 to 3.7.0 flash-linear-attention refuses the backward of GDN, because that compiler makes wrong
 code of it. `--fla-unchecked` removes the check; such records are marked.
@@ -56,11 +57,11 @@ import torch.nn.functional as F
 import fastweight
 from fastweight import ops
 
-OPERATORS = ("gdn", "kda", "kda_kept", "kda_given", "delta_rule", "ttt")
+OPERATORS = ("gdn", "gdn_given", "kda", "kda_kept", "kda_given", "delta_rule", "ttt")
 DEFAULT_OPERATORS = ("gdn", "kda", "delta_rule", "ttt")
 MODES = ("forward", "train", "step", "eager", "first_step")
 DEFAULT_MODES = ("forward", "step", "eager")
-PEERS = ("fla", "flashqla", "cudnn")
+PEERS = ("fla", "flashinfer", "flashqla", "cudnn")
 WIDE, LONG = {"B": 1, "T": 8192, "H": 96, "D": 128}, {"B": 2, "T": 16384, "H": 16, "D": 128}
 ONE, MANY = {"B": 1, "T": 1, "H": 32, "D": 128}, {"B": 256, "T": 1, "H": 32, "D": 128}
 GROUPED = {"B": 1, "T": 32768, "H": 16, "HV": 64, "D": 128}
@@ -111,12 +112,13 @@ def draw(op: str, shape: dict[str, int], seed: int) -> Inputs:
         }
         x["position"] = torch.zeros(B, dtype=torch.int32, device=DEVICE)
         return x
-    if op == "gdn":
+    if op.endswith("_given"):
+        x["q"], x["k"] = F.normalize(x["q"], dim=-1), F.normalize(x["k"], dim=-1)
+    if op in ("gdn", "gdn_given"):
         x["g"] = F.logsigmoid(randn(B, T, HV)) / 16
     if op in ("kda", "kda_kept"):
         x |= {"g": randn(B, T, HV, D, dtype=torch.bfloat16), "A_log": randn(HV).abs(), "dt_bias": 0.1 * randn(HV * D)}
     if op == "kda_given":
-        x["q"], x["k"] = F.normalize(x["q"], dim=-1), F.normalize(x["k"], dim=-1)
         x["g"] = F.logsigmoid(randn(B, T, HV, D)) / 16
     x |= {"beta": randn(B, T, HV).sigmoid(), "state": randn(B, HV, D, D)}
     return x
@@ -135,6 +137,7 @@ def pick(x: Inputs, *names: str) -> Inputs:
 # What an operator reads in a forward: the inputs whose gradients training asks for.
 NAMES = {
     "gdn": (*"qkv", "g", "beta"),
+    "gdn_given": (*"qkv", "g", "beta"),
     "kda": (*"qkv", "g", "beta", "A_log", "dt_bias"),
     "kda_kept": (*"qkv", "g", "beta", "A_log", "dt_bias"),
     "kda_given": (*"qkv", "g", "beta"),
@@ -154,8 +157,9 @@ def forward(library, op: str) -> Function:
             options["disable_recompute"] = True
         rule = library.chunk_kda
         return lambda x: rule(**pick(x, *names), **options)[0]
-    rule = library.chunk_gated_delta_rule if op == "gdn" else library.chunk_delta_rule
-    return lambda x: rule(**pick(x, *names), **L2NORM)[0]
+    rule = library.chunk_delta_rule if op == "delta_rule" else library.chunk_gated_delta_rule
+    options = {} if op == "gdn_given" else L2NORM
+    return lambda x: rule(**pick(x, *names), **options)[0]
 
 
 def training(library, op: str) -> Function:
@@ -211,30 +215,64 @@ class FlashQla:
         self.chunk_gated_delta_rule = importlib.import_module("flash_qla").chunk_gated_delta_rule
 
 
+class Packed:
+    """The offsets of B sequences of T tokens in one row. Made once: a graph would have to copy them from the host."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.offsets = {}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        B, T = x.shape[:2]
+        if (B, T) not in self.offsets:
+            self.offsets[B, T] = torch.arange(0, B * T + 1, T, dtype=self.dtype, device=x.device)
+        return self.offsets[B, T]
+
+
+class FlashInfer:
+    """GDN of FlashInfer, which takes decays, not their logarithms, and rows that are normalised."""
+
+    def __init__(self) -> None:
+        self.function = importlib.import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
+        self.offsets = Packed(torch.int64)
+        self.decays = {}  # of the gates that were seen: making them is not a part of the operator
+
+    def chunk_gated_delta_rule(self, q, k, v, g, beta):
+        if g.data_ptr() not in self.decays:
+            self.decays[g.data_ptr()] = g.exp().flatten(0, 1)
+        q, k, v, beta = (x.flatten(0, 1) for x in (q, k, v, beta))
+        o = self.function(q, k, v, self.decays[g.data_ptr()], beta, cu_seqlens=self.offsets(g))
+        return (o.unflatten(0, g.shape[:2]),)
+
+
 class Cudnn:
     """KDA of cuDNN's frontend, whose training on Hopper takes log gates in fp32 and rows that are normalised."""
 
     def __init__(self) -> None:
         self.function = importlib.import_module("cudnn.linear_attention").kimi_delta_attention
-        self.offsets = {}
+        self.offsets = Packed(torch.int32)
 
     def chunk_kda(self, q, k, v, g, beta, safe_gate):
-        B, T = q.shape[:2]
-        if (B, T) not in self.offsets:  # once, or a graph would have to copy from the host
-            self.offsets[B, T] = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)
         flat = (x.flatten(0, 1) for x in (q, k, v, g, beta))
-        return (self.function(*flat, self.offsets[B, T])[0].unflatten(0, (B, T)),)
+        return (self.function(*flat, self.offsets(q))[0].unflatten(0, q.shape[:2]),)
 
 
 # What of it is compared.
-PEER_CASES = {"flashqla": {("gdn", "forward"), ("gdn", "train")}, "cudnn": {("kda_given", m) for m in MODES[:2]}}
+PEER_CASES = {
+    "flashinfer": {("gdn_given", "forward")},
+    "flashqla": {("gdn", "forward"), ("gdn", "train")},
+    "cudnn": {("kda_given", "forward"), ("kda_given", "train")},
+}
+
+
+PEER_CLASSES = {"flashinfer": FlashInfer, "flashqla": FlashQla, "cudnn": Cudnn}
 
 
 def load_peers(names: list[str], unchecked: bool) -> dict[str, object]:
     found = {}
     for name in names:
         try:
-            found[name] = Fla(unchecked) if name == "fla" else {"flashqla": FlashQla, "cudnn": Cudnn}[name]()
+            found[name] = Fla(unchecked) if name == "fla" else PEER_CLASSES[name]()
         except ImportError as problem:
             print(f"without {name}: {problem}")
     return found

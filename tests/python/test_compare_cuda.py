@@ -78,15 +78,26 @@ def test_training_of_grouped_heads(bench):
 def test_peers_are_asked_for_what_they_have(bench):
     class Cudnn(bench.Cudnn):
         def __init__(self):
-            self.offsets = {}
+            self.offsets = bench.Packed(torch.int32)
 
         def function(self, q, k, v, g, beta, cu_seqlens):
             return ops.chunk_kda(*(x[None] for x in (q, k, v, g, beta)), cu_seqlens=cu_seqlens)[0]
 
-    peers = {"fla": ops, "flashqla": ops, "cudnn": Cudnn()}
+    class FlashInfer(bench.FlashInfer):
+        def __init__(self):
+            self.offsets, self.decays = bench.Packed(torch.int64), {}
+
+        def function(self, q, k, v, decays, beta, cu_seqlens):
+            x = (y[None] for y in (q, k, v, decays.log(), beta))
+            return ops.chunk_gated_delta_rule(*x, cu_seqlens=cu_seqlens)[0][0]
+
+    peers = {"fla": ops, "flashinfer": FlashInfer(), "flashqla": ops, "cudnn": Cudnn()}
     assert list(bench.runners("gdn", "train", peers)) == ["fastweight", "fla", "flashqla"]
     assert list(bench.runners("kda", "train", peers)) == ["fastweight", "fla"]
     assert list(bench.runners("kda_given", "train", peers)) == ["fastweight", "fla", "cudnn"]
+    assert list(bench.runners("gdn_given", "forward", peers)) == ["fastweight", "fla", "flashinfer"]
+    records = bench.compare("gdn_given", "forward", {"B": 2, "T": 30, "H": 2, "D": 16}, peers, 1, 0)
+    assert records[2]["error"] < 1e-3
     records = bench.compare("kda_given", "train", {"B": 2, "T": 30, "H": 2, "D": 16}, peers, 1, 0)
     assert [record["library"] for record in records] == ["fastweight", "fla", "cudnn"]
     assert records[2]["error"] < 1e-3
