@@ -22,6 +22,9 @@ TEST(CudaTttLinearConfig, ChainInReverse) {
   EXPECT_EQ(reverse_config(64, kSm90).text(), "D = 64, 2 groups, 384 threads, 227840 bytes of shared memory");
   EXPECT_EQ(reverse_config(20, kSm90).text(), "D < 64, 2 groups, 192 threads, 227840 bytes of shared memory");
   EXPECT_EQ(reverse_config(64, kSm80).text(), "D = 64, 1 group, 256 threads, 115072 bytes of shared memory");
+  EXPECT_EQ(reverse_config(128, kSm90).text(), "D = 128, 1 group, 512 threads, 185088 bytes of shared memory");
+  EXPECT_EQ(reverse_config(65, kSm90).text(), "D < 128, 1 group, 320 threads, 185088 bytes of shared memory");
+  EXPECT_GT(reverse_config(128, kSm80).shared_bytes, kSm80) << "the way back is that of chunk_fp32";
 }
 
 // As many stages as a block's shared memory holds, on devices of sm_90, sm_80 and sm_89.

@@ -116,6 +116,14 @@ class TttLinearGrid : public GridOf<TttLinearCase> {
         }
       }
     }
+    for (DType dtype : {DType::kBF16, DType::kF16}) {
+      for (int64_t D : {128, 100}) {
+        TttLinearSpec spec =
+            with_lengths(spec_of(0, D, 2), D == 128 ? std::vector<int64_t>{69} : std::vector<int64_t>{40, 0, 17});
+        spec.dtype = dtype;
+        add(std::string(name_of(dtype)) + "_wide", spec, {double(D)});
+      }
+    }
     for (DType type : {DType::kBF16, DType::kF16, DType::kF64}) {
       TttLinearSpec spec = spec_of(70, 20);
       spec.parameter_dtype = type;

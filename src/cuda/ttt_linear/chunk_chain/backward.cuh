@@ -1,4 +1,4 @@
-// Backward by mini-batches of 16 tokens, for D up to 64: its arguments, its shared memory and its launches.
+// Backward by mini-batches of 16 tokens: its arguments, its shared memory and its launches.
 //
 // Two passes over a (sequence, head), both with the state, or its gradient, in registers:
 //   - keep_states.cuh: the chain of the forward, which leaves the state before every mini-batch in scratch memory, in
@@ -31,9 +31,15 @@ struct StateTile {
   }
 };
 
-inline constexpr int kMostGroups = 2;   // of partners
-inline constexpr int kGroupStages = 3;  // mini-batches of a group: to be finished, in hand, on its way
-inline constexpr int kGroupBuffers = 2;
+inline constexpr int kMostGroups = 2;  // of partners
+
+// What a group has of its mini-batches: exchanges with the chain, of the one in hand and the one to be finished, and rows
+// and states, of one more that is on its way. D up to 128 leaves room for one exchange: a group then finishes a mini-batch
+// before it prepares the next.
+template <int kD>
+inline constexpr int kGroupBuffers = kD == 64 ? 2 : 1;
+template <int kD>
+inline constexpr int kGroupStages = kGroupBuffers<kD> + 1;
 
 template <int kD>
 struct ReverseStage {
@@ -101,8 +107,8 @@ struct ChainSums {
 
 template <int kD, int kGroups>
 struct ReverseShared {
-  ReverseStage<kD> stages[kGroups][kGroupStages];
-  ReverseExchange<kD> exchange[kGroups][kGroupBuffers];
+  ReverseStage<kD> stages[kGroups][kGroupStages<kD>];
+  ReverseExchange<kD> exchange[kGroups][kGroupBuffers<kD>];
   GroupSums<kD> sums[kGroups];
   ChainSums<kD> chain_sums;
   alignas(16) double parameters[1 + kGroups][2][kD];  // dw and db of the chain and of the groups

@@ -11,8 +11,6 @@
 namespace fastweight::cuda::ttt {
 namespace {
 
-constexpr int kMostChannels = 64;
-
 ReverseArgs reverse_args(const TttLinearBackwardProblem& problem) {
   const TttLinearBackward& call = problem.args;
   ReverseArgs args;
@@ -76,7 +74,7 @@ void launch_reverse(const TttLinearBackwardProblem& problem, const ReverseArgs& 
 // sequences can be cut between a forward and a backward that are both chosen automatically.
 bool has_reverse(const TttLinearBackwardProblem& problem) {
   const TttLinearBackward& call = problem.args;
-  return problem.sizes.head_dim <= kMostChannels && (!call.d_o.present() || call.d_o.dtype == call.in.q.dtype) &&
+  return (!call.d_o.present() || call.d_o.dtype == call.in.q.dtype) &&
          lacks_shared_memory(config_of(problem).shared_bytes, call.in.q.device.index).empty();
 }
 
@@ -84,13 +82,12 @@ bool has_reverse(const TttLinearBackwardProblem& problem) {
 
 ReverseConfig reverse_config(int64_t head_dim, size_t shared_limit) {
   ReverseConfig config;
-  config.full = head_dim == kMostChannels;
-  config.shared_bytes = sizeof(ReverseShared<kMostChannels, kMostGroups>);
-  config.groups = kMostGroups;
-  if (config.shared_bytes > shared_limit) {
-    config.shared_bytes = sizeof(ReverseShared<kMostChannels, 1>);
-    config.groups = 1;
-  }
+  config.padded_dim = chain_config(head_dim).padded_dim;
+  config.full = head_dim == config.padded_dim;
+  config.groups = config.padded_dim == 64 && sizeof(ReverseShared<64, kMostGroups>) <= shared_limit ? kMostGroups : 1;
+  config.shared_bytes = config.padded_dim > 64         ? sizeof(ReverseShared<128, 1>)
+                        : config.groups == kMostGroups ? sizeof(ReverseShared<64, kMostGroups>)
+                                                       : sizeof(ReverseShared<64, 1>);
   config.threads = (1 + config.groups) * column_warps(head_dim) * kWarpSize;
   return config;
 }

@@ -23,14 +23,16 @@ ChainConfig chain_config(int64_t head_dim);
 
 // Of the backward.
 struct ReverseConfig {
-  bool full = false;        // D = 64
+  int padded_dim = 0;       // of the kernel: 64 or 128
+  bool full = false;        // D is the kernel's
   int groups = 0;           // of partners: two, or one where shared memory is short
   int threads = 0;          // of a block: for every 16 columns a warp of the chain and one of each group
   size_t shared_bytes = 0;  // of a block
 
   std::string text() const {
-    return (full ? "D = 64, " : "D < 64, ") + std::to_string(groups) + (groups == 1 ? " group, " : " groups, ") +
-           std::to_string(threads) + " threads, " + std::to_string(shared_bytes) + " bytes of shared memory";
+    return (full ? "D = " : "D < ") + std::to_string(padded_dim) + ", " + std::to_string(groups) +
+           (groups == 1 ? " group, " : " groups, ") + std::to_string(threads) + " threads, " +
+           std::to_string(shared_bytes) + " bytes of shared memory";
   }
 };
 

@@ -15,9 +15,9 @@
 //
 // dz is linear in dn. m(dx) and m(x dx) follow from the means of dn, x dn, w^2 dn, w^2 x dn and y dn and from means of x
 // and y, so the chain from dh to dh has one product, one exchange of row sums and one product. The warps of the chain do
-// nothing else. Two groups of partners have every other mini-batch each, or one has all where shared memory is short: a
-// group prepares what the state's gradient has no part in (all but F, dn .. dh, dc), tells the chain, goes on to dq, and
-// then finishes its mini-batch before that:
+// nothing else. Two groups of partners have every other mini-batch each, or one has all where shared memory is short, as it
+// is for D above 64: a group prepares what the state's gradient has no part in (all but F, dn .. dh, dc), tells the chain,
+// goes on to dq, and then finishes its mini-batch before that, or this one if there is room for no more:
 //
 //     chain t:     | t is prepared |  F, dn, sums  | B |  dy, dz, dh, dc  -> t is done
 //     group t % 2: rows of t + 2 on their way, x, n, dyo of t -> t is prepared, Dm, dq of t,  | t - 2 is done |
@@ -76,7 +76,9 @@ void launch_reverse(const ReverseConfig& config, const ReverseArgs& args, const 
   const LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(heads, 1 << 30)),
                           static_cast<unsigned>(config.threads), config.shared_bytes};
   constexpr const char* kName = "ttt_linear chunk_chain backward";
-  if (config.groups < kMostGroups) {
+  if (config.padded_dim > 64) {
+    launch<reverse_kernel<kType, 128, 1, false>>(kName, context, shape, args, heads);
+  } else if (config.groups < kMostGroups) {
     launch<reverse_kernel<kType, 64, 1, false>>(kName, context, shape, args, heads);
   } else if (config.full) {
     launch<reverse_kernel<kType, 64, kMostGroups, true>>(kName, context, shape, args, heads);

@@ -215,8 +215,8 @@ __device__ __forceinline__ void run_reverse_chain(const ReverseArgs& args, const
     turn = (turn + 1) % kTurns;
     if (++group == kGroups) {
       group = 0;
-      buffer = buffer + 1 == kGroupBuffers ? 0 : buffer + 1;
-      stage = stage + 1 == kGroupStages ? 0 : stage + 1;
+      buffer = buffer + 1 == kGroupBuffers<kD> ? 0 : buffer + 1;
+      stage = stage + 1 == kGroupStages<kD> ? 0 : stage + 1;
     }
   }
   dh.store(args.chain, sequence, head, at);

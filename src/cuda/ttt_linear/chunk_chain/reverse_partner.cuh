@@ -500,32 +500,36 @@ __device__ __forceinline__ void run_reverse_group(const ReverseArgs& args, const
     *reinterpret_cast<float4*>(&partner.sums.b[at.column]) = four_of(columns.b);
   }
   float dw[4] = {}, db[4] = {};
+  constexpr int kStages = kGroupStages<kD>, kBuffers = kGroupBuffers<kD>;
   // The mini-batch to prepare is t. The first turn of the loop only starts copies, the last one only finishes.
-  int stage = 2, next = 0, before = 1, buffer = 1, turn = (group + kTurns - kGroups) % kTurns;
+  int stage = kStages - 1, next = 0, before = kStages - 2, buffer = kBuffers - 1,
+      turn = (group + kTurns - kGroups) % kTurns;
 #pragma unroll 1
   for (int64_t t = group - kGroups; t - kGroups < order.count; t += kGroups) {
     const bool prepares = t >= 0 && t < order.count;
     partner.at.forget();
+    const auto finish_before = [&] {
+      if (t < kGroups) return;
+      signals.done.wait(turn + kTurns - kGroups);
+      partner.finish(order, t - kGroups, head, stages[before], exchanges[kBuffers - 1 - buffer]);
+    };
+    if constexpr (kBuffers == 1) finish_before();
     if (prepares) {
       wait_copies<0>();
-      signals.meet_group(group);  // all rows are here, and the stage of two mini-batches before has been read
+      signals.meet_group(group);  // all rows are here, and what the next ones take the place of has been read
     }
     loader.start(t + kGroups, stages[next]);
     commit_copies();
     if (prepares) {
       partner.prepare(order, t, head, turn, stages[stage], exchanges[buffer], dw, db);
     }
-    buffer = 1 - buffer;
-    if (t >= kGroups) {
-      signals.done.wait(turn + kTurns - kGroups);
-      partner.finish(order, t - kGroups, head, stages[before], exchanges[buffer]);
-    }
+    if constexpr (kBuffers > 1) finish_before();
     loader.store_etas(t + kGroups, stages[next]);
     turn = (turn + kGroups) % kTurns;
-    const int free = before;
+    buffer = kBuffers - 1 - buffer;
     before = stage;
     stage = next;
-    next = free;
+    next = next + 1 == kStages ? 0 : next + 1;
   }
   put_parameters(dw, db, at, shared.parameters[1 + group][0], shared.parameters[1 + group][1]);
 }
