@@ -36,8 +36,8 @@ struct TokenSums {
 // sum_{i >= m > j} M_ij + sum_{i >= m} a_i + sum_{j < m} b_j, by the first two warps. M in blocks: the rows of this
 // token's block from m on, its columns before m, whole blocks that lie around it, and the diagonal block. Only sums, no
 // differences.
-template <int kK>
-__device__ __forceinline__ float gate_gradient(const Shared<kK>& s, int m, int lane) {
+template <class Arrays>
+__device__ __forceinline__ float gate_gradient(const Arrays& s, int m, int lane) {
   const int block = m / 16, l = m % 16;
   const float beta = s.beta[m];
   float column = 0, around = 0;
@@ -66,8 +66,8 @@ __device__ __forceinline__ float gate_gradient(const Shared<kK>& s, int m, int l
 }
 
 // dg and dbeta of a value head to the caller, and its share of the gates' parameters. By the first two warps.
-template <int kK>
-__device__ __forceinline__ void finish_head(const GradientArgs& args, const Item& item, Shared<kK>& s, int m, int lane,
+template <class Arrays>
+__device__ __forceinline__ void finish_head(const GradientArgs& args, const Item& item, Arrays& s, int m, int lane,
                                             const TokenSums& sums) {
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
   const bool exists = m < item.span.length;

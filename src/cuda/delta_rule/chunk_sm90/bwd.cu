@@ -1,10 +1,12 @@
-// The entry chunk_sm90, backward in the chunk form on Hopper: what it takes, its tensor maps and its launches. Factors,
-// states and gradients are those of chunk_16bit; the scan back: scan_back.cuh.
+// The entry chunk_sm90, backward in the chunk form on Hopper: what it takes, its tensor maps and its launches. Factors and
+// states are those of chunk_16bit. The kernels: scan_back.cuh, gradients.cuh.
+#include <algorithm>
 #include <limits>
 #include <string>
 
 #include "cuda/delta_rule/chunk_16bit/backward.h"
 #include "cuda/delta_rule/chunk_16bit/setup.h"
+#include "cuda/delta_rule/chunk_sm90/gradients.h"
 #include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/delta_rule/chunk_sm90/scan_back.h"
 #include "cuda/delta_rule/kernels.h"
@@ -16,20 +18,66 @@ using chunk_16bit::ChunkArgs;
 using chunk_16bit::GradientArgs;
 using chunk_16bit::kChunkRows;
 
-ScanBackMaps scan_back_maps(const DeltaRuleBackward& call, const GradientArgs& args) {
-  const auto rows = [](const TensorView& x) { return token_map(x, kChunkRows, 64, Swizzle::k128); };
+TensorMap rows_of(const TensorView& x) {
+  return x.present() ? token_map(x, kChunkRows, 64, Swizzle::k128) : TensorMap{};
+}
+
+// What both kernels read of a window.
+struct WindowMaps {
+  TensorMap k, q, d_o, J, sP, G, Y;
+};
+WindowMaps window_maps(const DeltaRuleBackward& call, const GradientArgs& args) {
   const DType dtype = call.in.k.dtype;
   const ChunkArgs& chunk = args.chunk;
   const int64_t HV = chunk.problem.num_value_heads, slots = chunk_16bit::chunks_in_window(chunk) * HV;
   const int64_t items = chunk.factors_of_window ? slots : chunk.num_chunks * HV;
-  return {rows(call.in.k),
-          rows(call.in.q),
-          rows(call.d_o),
-          call.dv.present() ? rows(call.dv) : TensorMap{},
+  return {rows_of(call.in.k),
+          rows_of(call.in.q),
+          rows_of(call.d_o),
           lower_map(chunk.factors.J, dtype, items),
           lower_map(chunk.factors.sP, dtype, items),
           rows_map(args.G, dtype, kWidth, slots),
           rows_map(args.Y, dtype, kChunkRows, slots)};
+}
+
+void scan_back(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, int columns, const Context& context) {
+  ScanBackMaps maps{};
+  if (args.chunk.num_chunks > 0) {
+    const WindowMaps of = window_maps(problem.args, args);
+    maps = {of.k, of.q, of.d_o, rows_of(problem.args.dv), of.J, of.sP, of.G, of.Y};
+  }
+  problem.args.in.k.dtype == DType::kBF16 ? launch_scan_back<DType::kBF16>(args, maps, columns, context)
+                                          : launch_scan_back<DType::kF16>(args, maps, columns, context);
+}
+
+void gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, int64_t blocks,
+               const Context& context) {
+  const DeltaRuleBackward& call = problem.args;
+  const WindowMaps of = window_maps(call, args);
+  const GradientMaps maps{of.k,
+                          of.q,
+                          rows_of(call.in.v),
+                          of.d_o,
+                          rows_of(call.dq),
+                          rows_of(call.dk),
+                          of.J,
+                          of.sP,
+                          states_map(args, problem.sizes.batch),
+                          of.G,
+                          of.Y};
+  call.in.k.dtype == DType::kBF16 ? launch_gradients<DType::kBF16>(args, maps, blocks, context)
+                                  : launch_gradients<DType::kF16>(args, maps, blocks, context);
+}
+
+// Whether a gradient can leave by TMA, if anybody wants it.
+bool leaves_by_map(const TensorView& x, DType dtype) { return !x.present() || (x.dtype == dtype && has_token_map(x)); }
+
+// Whether the caller's states lie in an order that a map can have.
+bool have_map(const TensorView& states) {
+  for (size_t axis = 0; axis < static_cast<size_t>(states.rank); ++axis) {
+    if (states.shape[axis] > 1 && states.strides[axis] <= 0) return false;
+  }
+  return true;
 }
 
 // Few heads: narrow blocks, as long as each has a multiprocessor of its own.
@@ -52,6 +100,21 @@ TensorMap rows_map(const uint16_t* matrices, DType dtype, int columns, int64_t i
   return tensor_map(spec);
 }
 
+TensorMap states_map(const GradientArgs& args, int64_t batch) {
+  const DeviceStates& S = args.S;
+  const ChunkArgs& chunk = args.chunk;
+  const int64_t sizes[5] = {args.S_width, chunk.problem.head_dim_v, chunk.problem.num_value_heads, chunk.state_chunks,
+                            batch};
+  const int64_t strides[5] = {1, S.v_stride, S.outer_strides[2], S.outer_strides[1], S.outer_strides[0]};
+  TensorMapSpec spec{.data = S.data, .dtype = S.dtype, .rank = 5, .box = {64, kWidth, 1, 1, 1}};
+  for (int i = 0; i < 5; ++i) {
+    spec.sizes[i] = sizes[i];
+    // The stride along a dimension of one element may be anything; the map gets one that it can have.
+    spec.strides[i] = i == 0 || sizes[i] > 1 ? strides[i] : spec.strides[i - 1] * 8;
+  }
+  return tensor_map(spec);
+}
+
 std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   const DeltaRuleBackward& call = problem.args;
   const DeltaRuleInputs& in = call.in;
@@ -66,16 +129,17 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
     return "K and V must be from 65 to 128";
   }
   if (!call.d_o.present()) return "d_o must be there";
-  if (call.dv.present() && call.dv.dtype != in.k.dtype) return "dv must have the type of k";
-  if (!has_token_map(in.q) || !has_token_map(in.k) || !has_token_map(call.d_o) ||
-      (call.dv.present() && !has_token_map(call.dv))) {
-    return "rows of q, k, d_o and dv must lie together, at multiples of 16 bytes";
+  const DType dtype = in.k.dtype;
+  if (!has_token_map(in.q) || !has_token_map(in.k) || !has_token_map(in.v) || !has_token_map(call.d_o) ||
+      !leaves_by_map(call.dq, dtype) || !leaves_by_map(call.dk, dtype) || !leaves_by_map(call.dv, dtype)) {
+    return "q, k, v, d_o, dq, dk and dv must have one type, and rows that lie together, at multiples of 16 bytes";
   }
+  if (!have_map(call.chunk_states)) return "strides of chunk_states must be positive";
   const auto sequences = device_sequences(in.cu_seqlens, sizes.num_sequences, sizes.tokens);
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - kChunkRows;  // places are 32-bit numbers
   if (sizes.tokens > kMost || max_chunks(sequences, call.options.chunk_size) * sizes.num_value_heads > kMost)
     return "too many tokens";
-  return lacks_shared_memory(scan_back_bytes(), in.q.device.index);
+  return lacks_shared_memory(std::max(scan_back_bytes(), gradients_bytes()), in.q.device.index);
 }
 
 std::string config_text(const DeltaRuleBackwardProblem& problem) {
@@ -83,20 +147,11 @@ std::string config_text(const DeltaRuleBackwardProblem& problem) {
 }
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
-  const int columns = columns_of(problem), width = kWidth;
-  const bool bf16 = problem.args.in.k.dtype == DType::kBF16;
+  const int columns = columns_of(problem);
   chunk_16bit::backward_in_windows(
       problem,
-      {columns, kWidth / 2, 2, problem.sizes.group > 1,
-       [&](const GradientArgs& args) {
-         const ScanBackMaps maps = args.chunk.num_chunks > 0 ? scan_back_maps(problem.args, args) : ScanBackMaps{};
-         bf16 ? launch_scan_back<DType::kBF16>(args, maps, columns, context)
-              : launch_scan_back<DType::kF16>(args, maps, columns, context);
-       },
-       [&](const GradientArgs& args, int64_t blocks) {
-         bf16 ? chunk_16bit::launch_gradients_of<DType::kBF16>(args, width, blocks, context)
-              : chunk_16bit::launch_gradients_of<DType::kF16>(args, width, blocks, context);
-       }},
+      {columns, kWidth / 2, 1, false, [&](const GradientArgs& args) { scan_back(problem, args, columns, context); },
+       [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); }},
       context);
 }
 
