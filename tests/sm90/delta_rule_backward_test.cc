@@ -97,7 +97,7 @@ TEST(Sm90Backward, NothingOfTheNextSequence) {
 // From states that a forward kept in fp32 or in the type of k, and from those computed again: the same bits.
 TEST(Sm90Backward, FromKeptStates) {
   const DeltaRuleCase problem = draw(with_lengths(with_heads(wide(Gate::kPerHead, 0), 1, 2), {67, 0, 20}), 9);
-  const Tensor states = support::forward(problem, context_for("chunk_16bit"), true).chunk_states;
+  const Tensor states = support::forward(problem, context(), true).chunk_states;
   const DeltaRuleResults again = run(problem);
   for (DType dtype : {DType::kF32, DType::kBF16}) {
     expect_same_bits(run(problem, states.to(dtype)), again, std::string(name_of(dtype)));

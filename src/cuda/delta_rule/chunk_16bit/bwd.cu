@@ -147,8 +147,8 @@ DeviceStates scratch_states(const DeltaRuleBackwardProblem& problem, uint16_t* d
 }
 
 // The states before the chunks: the caller's, rounded to operands if need be, or again as in the forward.
-void provide_states(const DeltaRuleBackwardProblem& problem, const Scratch& scratch, GradientArgs& args,
-                    const Context& context) {
+void provide_states(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels, const Scratch& scratch,
+                    GradientArgs& args, const Context& context) {
   const DeltaRuleBackward& call = problem.args;
   if (has_states(problem)) {
     args.S = device_states(call.chunk_states, call.options.state_v_first);
@@ -165,7 +165,7 @@ void provide_states(const DeltaRuleBackwardProblem& problem, const Scratch& scra
   ChunkArgs forward = args.chunk;
   forward.chunk_states = args.S;
   forward.state_width = args.S_width;
-  scan_forward(forward, config_of(problem), context);
+  kernels.scan_states(forward);
 }
 
 void scan_back(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, const Context& context) {
@@ -206,6 +206,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   const int columns = back_config_of(problem).columns();
   backward_in_windows(problem,
                       {columns, columns, gradients_on_one(problem), sums_keys(problem),
+                       [&](const ChunkArgs& args) { scan_forward(args, config_of(problem), context); },
                        [&](const GradientArgs& args) { scan_back(problem, args, context); },
                        [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); }},
                       context);
@@ -246,7 +247,7 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKern
   args.Y = scratch.Y;
   args.parameter_parts = sums.parts = sums.wanted() ? scratch.parameter_parts : nullptr;
   args.key_sums = kernels.sums_keys ? scratch.key_sums : nullptr;
-  if (args.chunk.num_chunks > 0) provide_states(problem, scratch, args, context);
+  if (args.chunk.num_chunks > 0) provide_states(problem, kernels, scratch, args, context);
   const bool beside = runs_beside(problem, kernels);
   const int64_t flags = count_flags(problem, kernels, args.chunk);
   if (beside) {

@@ -40,6 +40,12 @@ WindowMaps window_maps(const DeltaRuleBackward& call, const GradientArgs& args) 
           rows_map(args.Y, dtype, kChunkRows, slots)};
 }
 
+void scan_states(const DeltaRuleBackwardProblem& problem, const ChunkArgs& args, int columns, const Context& context) {
+  const ScanMaps maps = scan_maps(problem.args.in, {}, args);
+  problem.args.in.k.dtype == DType::kBF16 ? launch_scan<DType::kBF16>(args, maps, columns, context)
+                                          : launch_scan<DType::kF16>(args, maps, columns, context);
+}
+
 void scan_back(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, int columns, const Context& context) {
   ScanBackMaps maps{};
   if (args.chunk.num_chunks > 0) {
@@ -139,7 +145,7 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - kChunkRows;  // places are 32-bit numbers
   if (sizes.tokens > kMost || max_chunks(sequences, call.options.chunk_size) * sizes.num_value_heads > kMost)
     return "too many tokens";
-  return lacks_shared_memory(std::max(scan_back_bytes(), gradients_bytes()), in.q.device.index);
+  return lacks_shared_memory(std::max({scan_bytes(), scan_back_bytes(), gradients_bytes()}), in.q.device.index);
 }
 
 std::string config_text(const DeltaRuleBackwardProblem& problem) {
@@ -150,7 +156,8 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   const int columns = columns_of(problem);
   chunk_16bit::backward_in_windows(
       problem,
-      {columns, kWidth / 2, 1, false, [&](const GradientArgs& args) { scan_back(problem, args, columns, context); },
+      {columns, kWidth / 2, 1, false, [&](const ChunkArgs& args) { scan_states(problem, args, columns, context); },
+       [&](const GradientArgs& args) { scan_back(problem, args, columns, context); },
        [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); }},
       context);
 }
