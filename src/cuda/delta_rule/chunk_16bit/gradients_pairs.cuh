@@ -97,8 +97,8 @@ __device__ __forceinline__ void store_column_sums(float* columns, int count, int
 
 // The sums of M over rows, columns and within the diagonal block. `on_rows` has the factors that a row's elements have in
 // the sums over columns and within.
-template <int kCount, class Arrays>
-__device__ __forceinline__ void add_up(Arrays& s, const PairTask& task, int part, float2 on_rows, int lane,
+template <int kCount, int kK>
+__device__ __forceinline__ void add_up(Shared<kK>& s, const PairTask& task, int part, float2 on_rows, int lane,
                                        Pairs<kCount>& M) {
   float2 row = make_float2(0, 0), below = make_float2(0, 0);
 #pragma unroll

@@ -156,7 +156,8 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   const int columns = columns_of(problem);
   chunk_16bit::backward_in_windows(
       problem,
-      {columns, kWidth / 2, 1, false, [&](const ChunkArgs& args) { scan_states(problem, args, columns, context); },
+      {columns, kWidth / 2, 1, problem.sizes.group > 1,
+       [&](const ChunkArgs& args) { scan_states(problem, args, columns, context); },
        [&](const GradientArgs& args) { scan_back(problem, args, columns, context); },
        [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); }},
       context);

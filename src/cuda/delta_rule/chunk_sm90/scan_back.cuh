@@ -1,8 +1,8 @@
 // The scan from the last chunk of a sequence to the first on Hopper, for one decay per head or none and K, V <= 128. See
 // ../chunk_16bit/gradient.cuh for the equations. What it reads and writes is what the scan back of chunk_16bit does.
 //
-// The mirror of scan.cuh: G^T [columns x K] stays in the registers of two warpgroups, or one, 64 columns each, and one
-// more warp brings the operands by TMA. A warpgroup goes through a chunk with five groups of products:
+// The mirror of scan.cuh: G^T [columns x K] stays in the registers of two warpgroups, or one, 64 columns each. One more warp
+// brings the operands by TMA, and one for each warpgroup stores what it leaves. A warpgroup goes through a chunk with five groups of products:
 //
 //     X = G^T k^T                              while it runs, G leaves, rounded
 //     D = d_o^T sP
@@ -32,6 +32,10 @@ static_assert(StateTile::kBytes == WritesTile::kBytes + ValueTile::kBytes);
 
 template <int kGroups>
 struct BackBlock {
+  // Of two warpgroups of the state and the third: see Block.
+  static constexpr int kStateRegisters = 216, kOtherRegisters = 72;
+  static_assert(2 * kStateRegisters + kOtherRegisters <= 3 * 168);
+
   struct alignas(1024) Stage {
     unsigned char k[KeyTile::kBytes], q[KeyTile::kBytes], d_o[kGroups][ValueTile::kBytes], J[LowerTile::kBytes];
     float token[kTokenFactors * kChunkRows];
@@ -56,6 +60,8 @@ struct BackBlock {
     chunk_16bit::BlockWork work[kGroups];  // of a warpgroup: here it takes no registers
     TransactionBarrier filled[kBackStages], free[kBackStages];
     TransactionBarrier sP_filled[kPairStages], sP_free[kPairStages];
+    // Of a warpgroup and the warp that stores for it: G, or Y and dv, are in `leaving`; they have been read from there.
+    TransactionBarrier G_ready[kGroups], G_left[kGroups], Y_ready[kGroups], Y_left[kGroups];
   };
 };
 
@@ -74,10 +80,12 @@ struct RingTurn {
 struct BackTurn {
   RingTurn<kBackStages> all;
   RingTurn<kPairStages> sP;
+  uint32_t parity = 0;  // of `leaving`
 
   __device__ __forceinline__ void next() {
     all.next();
     sP.next();
+    parity ^= 1;
   }
 };
 
@@ -110,6 +118,61 @@ __device__ __forceinline__ void bring_back_operands(const ChunkArgs& args, const
   });
 }
 
+// The warps that store, by one lane each: for a warpgroup, which goes on meanwhile.
+template <int kGroups>
+struct BackStorer {
+  const GradientArgs& args;
+  const ScanBackMaps& maps;
+  typename BackBlock<kGroups>::Shared& s;
+  int group;
+
+  // G and Y of a chunk are in memory, for those that wait for them.
+  __device__ __forceinline__ void publish_chunk(const ScanPart& part, int64_t chunk, int column) const {
+    const int64_t item = chunk * args.chunk.problem.num_value_heads + part.head;
+    publish(args.progress.ready_at(item) + column / kGroupColumns);
+  }
+
+  __device__ __forceinline__ void run(int64_t parts) const {
+    const StateTile G(s.leaving[group].G);
+    const WritesTile Y(s.leaving[group].Y);
+    const ValueTile dv(s.leaving[group].dv);
+    uint32_t parity = 0;
+    for_each_part(args.chunk, parts, Block<kGroups>::kColumns, [&](const ScanPart& part, const Walk& walk) {
+      const int column = part.column + group * kGroupColumns;
+      for (int c = walk.chunks - 1; c >= 0; --c, parity ^= 1) {
+        const int64_t chunk = walk.first_chunk + c;
+        const int slot =
+            static_cast<int>(args.chunk.window.slot_of(chunk)) * args.chunk.problem.num_value_heads + part.head;
+        s.G_ready[group].wait(parity);
+#pragma unroll
+        for (int p = 0; p < StateTile::kPanels; ++p) {
+          store_box(maps.G, {p * StateTile::kPanelColumns, column, slot}, G.panel(p));
+        }
+        commit_stores();
+        wait_stores_read<0>();
+        s.G_left[group].arrive();
+        if (args.progress.present() && c + 1 < walk.chunks) {  // all of the chunk before has been written
+          wait_stores<1>();
+          publish_chunk(part, chunk + 1, column);
+        }
+        s.Y_ready[group].wait(parity);
+        store_box(maps.Y, {0, column, slot}, Y.panel(0));
+        if (args.dv.present()) {
+          const RowsPlace at = rows_of(args.chunk, walk, c, part.head);
+          store_box(maps.dv, {column, at.head, at.missing, at.end, at.batch}, dv.panel(0));
+        }
+        commit_stores();
+        wait_stores_read<0>();
+        s.Y_left[group].arrive();
+      }
+      if (args.progress.present() && walk.chunks > 0) {
+        wait_stores<0>();
+        publish_chunk(part, walk.first_chunk, column);
+      }
+    });
+  }
+};
+
 // A pair of 16-bit numbers of two tokens times their factors.
 template <DType kType>
 __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float2 factor) {
@@ -125,7 +188,6 @@ struct BackGroup {
   const ScanPart& part;
   const Walk& walk;
   int group, warp, lane;  // the warp within the warpgroup
-  bool leader;            // the thread that stores G, Y and dv
 
   __device__ __forceinline__ int first_column() const { return part.column + group * kGroupColumns; }
   __device__ __forceinline__ int column() const { return first_column() + 16 * warp; }
@@ -159,46 +221,27 @@ struct BackGroup {
     }
   }
 
-  // Where G and Y of chunk c go.
-  __device__ __forceinline__ int slot(int c) const {
-    return static_cast<int>(args.chunk.window.slot_of(walk.first_chunk + c)) * args.chunk.problem.num_value_heads +
-           part.head;
+  // What the threads of the warp wrote can be stored.
+  __device__ __forceinline__ void hand_over(TransactionBarrier& ready) const {
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) ready.arrive();
   }
 
-  // G and Y of chunk c are in memory, for those that wait for them. By the leader.
-  __device__ __forceinline__ void publish_chunk(int c) const {
-    wait_stores<0>();
-    const int64_t item = (walk.first_chunk + c) * args.chunk.problem.num_value_heads + part.head;
-    publish(args.progress.ready_at(item) + first_column() / kGroupColumns);
-  }
-
-  // G^T of the chunk's end. What left before it has been read from shared memory.
-  __device__ __forceinline__ void store_G(const Fragments<kKeySteps>& rG, int c) const {
+  // G^T of the chunk's end.
+  __device__ __forceinline__ void leave_G(const Fragments<kKeySteps>& rG, uint32_t parity) const {
     const StateTile tile(s.leaving[group].G);
-    if (leader) {
-      wait_stores_read<0>();
-      if (args.progress.present() && c + 1 < walk.chunks) publish_chunk(c + 1);
-    }
-    group_barrier(group);
+    s.Y_left[group].wait(parity ^ 1);
 #pragma unroll
     for (int m = 0; m < kKeySteps; ++m) tile.store_a(16 * warp, m, lane, rG[m]);
-    fence_async_proxy();
-    group_barrier(group);
-    if (leader) {
-#pragma unroll
-      for (int p = 0; p < StateTile::kPanels; ++p) {
-        store_box(maps.G, {p * StateTile::kPanelColumns, first_column(), slot(c)}, tile.panel(p));
-      }
-      commit_stores();
-    }
+    hand_over(s.G_ready[group]);
   }
 
   // Y^T = X and dv = beta Y.
-  __device__ __forceinline__ void store_Y(const float* token, const TokenSums& X, int c) const {
+  __device__ __forceinline__ void leave_Y(const float* token, const TokenSums& X, uint32_t parity) const {
     const WritesTile Y(s.leaving[group].Y);
     const ValueTile dv(s.leaving[group].dv);
-    if (leader) wait_stores_read<0>();
-    group_barrier(group);
+    s.G_left[group].wait(parity);
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) {
       uint32_t a[4];
@@ -210,16 +253,7 @@ struct BackGroup {
       pack_a<kType>(scaled[0], scaled[1], a);
       dv.store_c_transposed(16 * m, warp, lane, a);
     }
-    fence_async_proxy();
-    group_barrier(group);
-    if (leader) {
-      store_box(maps.Y, {0, first_column(), slot(c)}, Y.panel(0));
-      if (args.dv.present()) {
-        const RowsPlace at = rows_of(args.chunk, walk, c, part.head);
-        store_box(maps.dv, {first_column(), at.head, at.missing, at.end, at.batch}, dv.panel(0));
-      }
-      commit_stores();
-    }
+    hand_over(s.Y_ready[group]);
   }
 
   __device__ __forceinline__ void run(BackTurn& turn) const {
@@ -248,7 +282,7 @@ struct BackGroup {
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(D, d_o[m], sP.along_columns(0, m), m > 0);
       wgmma_commit();
-      store_G(rG, c);
+      leave_G(rG, turn.parity);
       wgmma_wait<0>(X, D);
       if (lane == 0) s.sP_free[turn.sP.stage].arrive();
 #pragma unroll
@@ -292,13 +326,12 @@ struct BackGroup {
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kWidth>(G, bY[m], k.along_columns(0, m));
       wgmma_commit();
-      store_Y(token, X, c);
+      leave_Y(token, X, turn.parity);
       wgmma_wait<0>(G);
       round_sums<kType, kKeySteps>(G, rG);
       __syncwarp();  // all lanes have read the stage
       if (lane == 0) s.free[turn.all.stage].arrive();
     }
-    if (leader && args.progress.present() && walk.chunks > 0) publish_chunk(0);
     store_first_gradient(G);
   }
 };
@@ -319,6 +352,12 @@ __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
       s.sP_filled[i].init(1);
       s.sP_free[i].init(Shape::kStateWarps);
     }
+    for (int i = 0; i < kGroups; ++i) {
+      s.G_ready[i].init(Shape::kStateWarps / kGroups);
+      s.G_left[i].init(1);
+      s.Y_ready[i].init(Shape::kStateWarps / kGroups);
+      s.Y_left[i].init(1);
+    }
     fence_barrier_init();
   }
   wait_for_previous_kernels();
@@ -326,25 +365,25 @@ __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
-    if constexpr (kGroups == 2) give_registers<Shape::kOtherRegisters>();
-    if (warp == Shape::kStateWarps && elect_one()) bring_back_operands<kGroups>(args.chunk, maps, parts, s);
+    if constexpr (kGroups == 2) give_registers<BackBlock<kGroups>::kOtherRegisters>();
+    const int role = warp - Shape::kStateWarps;
+    if (role == 0 && elect_one()) bring_back_operands<kGroups>(args.chunk, maps, parts, s);
+    if (role >= 1 && role <= kGroups && elect_one()) BackStorer<kGroups>{args, maps, s, role - 1}.run(parts);
   } else {
-    if constexpr (kGroups == 2) take_registers<Shape::kStateRegisters>();
-    const bool leader = threadIdx.x % kGroupThreads == 0;
+    if constexpr (kGroups == 2) take_registers<BackBlock<kGroups>::kStateRegisters>();
     BackTurn turn;
     const int group = warp / 4;
     chunk_16bit::BlockWork& work = s.work[group];
     for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
       group_barrier(group);
-      if (leader) {
+      if (threadIdx.x % kGroupThreads == 0) {
         work.part = scan_part_at(args.chunk.problem, args.chunk.chunked, at, Shape::kColumns);
         work.walk = chunk_16bit::walk_of(args.chunk, work.part);
       }
       group_barrier(group);
       if (!work.walk.exists) continue;
-      BackGroup<kType, kGroups>{args, maps, s, work.part, work.walk, group, warp % 4, lane, leader}.run(turn);
+      BackGroup<kType, kGroups>{args, maps, s, work.part, work.walk, group, warp % 4, lane}.run(turn);
     }
-    if (leader) wait_stores_read<0>();
   }
 }
 
