@@ -34,6 +34,9 @@ namespace chunk_sm90 {
 std::string declines_forward(const DeltaRuleForwardProblem& problem);
 std::string config_text(const DeltaRuleForwardProblem& problem);
 void forward(const DeltaRuleForwardProblem& problem, const Context& context);
+std::string declines_backward(const DeltaRuleBackwardProblem& problem);
+std::string config_text(const DeltaRuleBackwardProblem& problem);
+void backward(const DeltaRuleBackwardProblem& problem, const Context& context);
 }  // namespace chunk_sm90
 
 // Tensor cores with the accuracy of fp32.

@@ -20,6 +20,9 @@ constexpr Implementation<DeltaRuleForwardProblem> kForward[] = {
     {"recurrent", keeping_nothing<beyond_all_kernels<DeltaRuleForwardProblem>>, always, recurrent::forward},
 };
 constexpr Implementation<DeltaRuleBackwardProblem> kBackward[] = {
+#ifdef FASTWEIGHT_SM90
+    {"chunk_sm90", chunk_sm90::declines_backward, always, chunk_sm90::backward, chunk_sm90::config_text},
+#endif
     {"chunk_16bit", chunk_16bit::declines_backward, always, chunk_16bit::backward, chunk_16bit::config_text},
     {"chunk_fp32", chunk_fp32::declines_backward, always, chunk_fp32::backward, chunk_fp32::config_text},
     {"recurrent", beyond_all_kernels, always, recurrent::backward},

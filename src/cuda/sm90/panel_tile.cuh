@@ -50,10 +50,11 @@ struct PanelTile : TileFragments<PanelTile<kRows, kColumns, kSwizzle>> {
     return {describe(first, kSwizzle == Swizzle::kNone ? kPanelBytes : 16, kGroup)};
   }
 
-  // Columns from `column` on, the first of a panel; inner index along the rows [16 m, 16 m + 16).
+  // Columns from `column` on, a multiple of 8: the first of a panel, or such that all of them lie in one; inner index along
+  // the rows [16 m, 16 m + 16).
   __device__ __forceinline__ WgmmaOperand<true> along_columns(int column, int m) const {
     constexpr int kGroup = 8 * kRowBytes;
-    const int first = column / kPanelColumns * kPanelBytes + 16 * m * kRowBytes;
+    const int first = column / kPanelColumns * kPanelBytes + column % kPanelColumns * 2 + 16 * m * kRowBytes;
     return {kSwizzle == Swizzle::kNone ? describe(first, kGroup, kPanelBytes) : describe(first, kPanelBytes, kGroup)};
   }
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "cuda/delta_rule/chunk_16bit/gradient.cuh"
+#include "cuda/delta_rule/chunk_16bit/backward.h"
 #include "cuda/delta_rule/chunk_16bit/setup.h"
 #include "cuda/delta_rule/kernels.h"
 #include "cuda/delta_rule/parameter_sums.h"
@@ -34,11 +34,13 @@ bool has_states(const DeltaRuleBackwardProblem& problem) {
 
 // Blocks of the gradients: about as many as run at once, each of which copies the operands of its next item while it
 // finishes one.
-int64_t gradient_blocks(const DeltaRuleBackwardProblem& problem, int64_t num_chunks) {
+int64_t gradient_blocks(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels, int64_t num_chunks) {
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
+  return std::min<int64_t>(num_chunks * problem.sizes.num_heads, kernels.gradients_on_one * multiprocessors);
+}
+int gradients_on_one(const DeltaRuleBackwardProblem& problem) {
   const int narrow = has_decay_per_channel(problem) ? 3 : 4;
-  const int on_one = padded_k(problem.sizes.head_dim_k) == 64 ? narrow : 2;
-  return std::min<int64_t>(num_chunks * problem.sizes.num_heads,
-                           on_one * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index));
+  return padded_k(problem.sizes.head_dim_k) == 64 ? narrow : 2;
 }
 
 // dq and dk are sums over the value heads of a group, and over ranges of value columns.
@@ -58,18 +60,13 @@ ParameterSums parameter_sums(const DeltaRuleBackwardProblem& problem, const Chun
   return sums;
 }
 
-// Ranges of value columns that the blocks of the scan back have.
-int ranges_of(const DeltaRuleBackwardProblem& problem) {
-  const int columns = back_config_of(problem).columns();
-  return static_cast<int>((padded_v(problem) + columns - 1) / columns);
-}
-
 // Whether the gradients run beside the scan back: where it leaves a quarter of the device idle. With less to gain, taking
 // the chunks as they come costs more than it brings (measured on an H200: 64 heads of 128 columns, 8.5 against 7.9 ms).
-bool runs_beside(const DeltaRuleBackwardProblem& problem) {
+bool runs_beside(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels) {
   if (has_decay_per_channel(problem)) return false;  // it brought nothing there
   const DeltaRuleSizes& sizes = problem.sizes;
-  const int64_t blocks = sizes.num_sequences * sizes.num_value_heads * ranges_of(problem);
+  const int64_t ranges = (padded_v(problem) + kernels.columns - 1) / kernels.columns;
+  const int64_t blocks = sizes.num_sequences * sizes.num_value_heads * ranges;
   return 4 * blocks <= 3 * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
 }
 
@@ -105,13 +102,16 @@ struct Scratch {
   float* key_sums;
 };
 
-// Those of BackProgress.
-int64_t count_flags(const DeltaRuleBackwardProblem& problem, const ChunkArgs& chunk) {
-  return chunk.num_chunks * problem.sizes.num_value_heads * ranges_of(problem);
+// Those of BackProgress, of a chunk and a value head, and in all.
+int ready_ranges(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels) {
+  return static_cast<int>((padded_v(problem) + kernels.ready_columns - 1) / kernels.ready_columns);
+}
+int64_t count_flags(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels, const ChunkArgs& chunk) {
+  return chunk.num_chunks * problem.sizes.num_value_heads * ready_ranges(problem, kernels);
 }
 
-Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& problem, const ChunkArgs& chunk,
-                     const Windows& windows) {
+Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& problem, const BackKernels& kernels,
+                     const ChunkArgs& chunk, const Windows& windows) {
   const int64_t HV = problem.sizes.num_value_heads, V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
   const int64_t slots = chunks_of_window(chunk, windows);
   const int64_t with_factors = problem.args.kept.present()      ? 0
@@ -120,14 +120,15 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
   Scratch scratch;
   scratch.first_chunk = take_first_chunks(layout, problem);
   scratch.factors = take_factors(layout, problem, with_factors, true);
-  scratch.flags = layout.take<uint32_t>(runs_beside(problem) ? count_flags(problem, chunk) + windows.count : 0);
+  scratch.flags =
+      layout.take<uint32_t>(runs_beside(problem, kernels) ? count_flags(problem, kernels, chunk) + windows.count : 0);
   scratch.S = layout.take<uint16_t>(has_states(problem) ? 0 : chunk.num_chunks * HV * V * K);
   scratch.G = layout.take<uint16_t>(slots * HV * V * K);
   scratch.Y = layout.take<uint16_t>(slots * HV * V * kChunkRows);
   scratch.carried = take_carried(layout, problem, windows);
   scratch.parameter_parts = layout.take<double>(parameter_sums(problem, chunk).count());
   const int64_t key_sums = (has_decay_per_channel(problem) ? kKeySumsPerChannel : kKeySums) * kChunkRows * K;
-  scratch.key_sums = layout.take<float>(sums_keys(problem) ? gradient_blocks(problem, slots) * key_sums : 0);
+  scratch.key_sums = layout.take<float>(kernels.sums_keys ? gradient_blocks(problem, kernels, slots) * key_sums : 0);
   return scratch;
 }
 
@@ -146,8 +147,8 @@ DeviceStates scratch_states(const DeltaRuleBackwardProblem& problem, uint16_t* d
 }
 
 // The states before the chunks: the caller's, rounded to operands if need be, or again as in the forward.
-void provide_states(const DeltaRuleBackwardProblem& problem, const Scratch& scratch, GradientArgs& args,
-                    const Context& context) {
+void provide_states(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels, const Scratch& scratch,
+                    GradientArgs& args, const Context& context) {
   const DeltaRuleBackward& call = problem.args;
   if (has_states(problem)) {
     args.S = device_states(call.chunk_states, call.options.state_v_first);
@@ -164,18 +165,20 @@ void provide_states(const DeltaRuleBackwardProblem& problem, const Scratch& scra
   ChunkArgs forward = args.chunk;
   forward.chunk_states = args.S;
   forward.state_width = args.S_width;
-  scan_forward(forward, config_of(problem), context);
+  kernels.scan_states(forward);
 }
 
-// The scan back over a window, and the gradients of its chunks.
-void retreat(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, const Context& context) {
+void scan_back(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, const Context& context) {
+  const ScanConfig config = back_config_of(problem);
+  problem.args.in.k.dtype == DType::kBF16 ? launch_scan_back<DType::kBF16>(args, config, context)
+                                          : launch_scan_back<DType::kF16>(args, config, context);
+}
+
+void gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, int64_t blocks,
+               const Context& context) {
   const bool bf16 = problem.args.in.k.dtype == DType::kBF16;
   const int width = padded_k(problem.sizes.head_dim_k);
-  const ScanConfig config = back_config_of(problem);
-  bf16 ? launch_scan_back<DType::kBF16>(args, config, context) : launch_scan_back<DType::kF16>(args, config, context);
-  if (args.chunk.num_chunks == 0) return;
-  const int64_t blocks = gradient_blocks(problem, chunks_in_window(args.chunk));
-  if (config.per_channel) {
+  if (has_decay_per_channel(problem)) {
     bf16 ? launch_gradients_per_channel<DType::kBF16>(args, width, blocks, context)
          : launch_gradients_per_channel<DType::kF16>(args, width, blocks, context);
   } else {
@@ -200,6 +203,16 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
 std::string config_text(const DeltaRuleBackwardProblem& problem) { return back_config_of(problem).text(); }
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
+  const int columns = back_config_of(problem).columns();
+  backward_in_windows(problem,
+                      {columns, columns, gradients_on_one(problem), sums_keys(problem),
+                       [&](const ChunkArgs& args) { scan_forward(args, config_of(problem), context); },
+                       [&](const GradientArgs& args) { scan_back(problem, args, context); },
+                       [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); }},
+                      context);
+}
+
+void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels, const Context& context) {
   const DeltaRuleBackward& call = problem.args;
   const bool v_first = call.options.state_v_first;
   GradientArgs args;
@@ -221,10 +234,10 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
 
   const Windows windows = back_windows(problem, args.chunk, context);
   ScratchLayout measure;
-  take_scratch(measure, problem, args.chunk, windows);
+  take_scratch(measure, problem, kernels, args.chunk, windows);
   const DeviceWorkspace workspace(context, measure.bytes());
   ScratchLayout layout(workspace.data());
-  const Scratch scratch = take_scratch(layout, problem, args.chunk, windows);
+  const Scratch scratch = take_scratch(layout, problem, kernels, args.chunk, windows);
   number_chunks(problem, scratch.first_chunk, args.chunk, context);
   args.chunk.factors = call.kept.present() ? kept_factors(problem, args.chunk) : scratch.factors;
   args.chunk.factors_of_window = has_factors_of_window(problem);
@@ -233,12 +246,12 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   args.G = scratch.G;
   args.Y = scratch.Y;
   args.parameter_parts = sums.parts = sums.wanted() ? scratch.parameter_parts : nullptr;
-  args.key_sums = sums_keys(problem) ? scratch.key_sums : nullptr;
-  if (args.chunk.num_chunks > 0) provide_states(problem, scratch, args, context);
-  const bool beside = runs_beside(problem);
-  const int64_t flags = count_flags(problem, args.chunk);
+  args.key_sums = kernels.sums_keys ? scratch.key_sums : nullptr;
+  if (args.chunk.num_chunks > 0) provide_states(problem, kernels, scratch, args, context);
+  const bool beside = runs_beside(problem, kernels);
+  const int64_t flags = count_flags(problem, kernels, args.chunk);
   if (beside) {
-    args.progress = {scratch.flags, nullptr, ranges_of(problem)};
+    args.progress = {scratch.flags, nullptr, ready_ranges(problem, kernels)};
     const size_t bytes = static_cast<size_t>(flags + windows.count) * sizeof(uint32_t);
     check_cuda(cudaMemsetAsync(scratch.flags, 0, bytes, stream_of(context)), "cudaMemsetAsync");
   }
@@ -247,7 +260,9 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
     if (windows.count > 1) args.chunk.carried = carried_states(problem, scratch.carried, n);
     if (beside) args.progress.counter = scratch.flags + flags + n;
     if (args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
-    retreat(problem, args, context);
+    kernels.scan_back(args);
+    if (args.chunk.num_chunks > 0)
+      kernels.gradients(args, gradient_blocks(problem, kernels, chunks_in_window(args.chunk)));
   }
   add_parameter_sums(sums, context);
 }

@@ -237,7 +237,9 @@ struct Gradients {
         for (int w = 0; w < X::kWarps; ++w) states += s.state_dot[w];
         sums.dg += gate_gradient(s, token(), lane) + exp2_approx(s.gamma[kChunkRows - 1]) * states;
       }
-      if (item.closes) finish_head(args, item, s, token(), lane, sums);
+      // Both warps have read `within`, and no other does.
+      auto* halves = reinterpret_cast<double*>(s.within);
+      if (item.closes) finish_head(args, item, s.beta[token()], halves, token(), lane, sums);
     }
     step();
     const Item& next = other(item);

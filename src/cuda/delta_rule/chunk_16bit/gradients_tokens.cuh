@@ -33,31 +33,25 @@ struct TokenSums {
   float along_q = 0, along_k = 0;
 };
 
-// sum_{i >= m > j} M_ij + sum_{i >= m} a_i + sum_{j < m} b_j, by the first two warps. M in blocks: the rows of this
-// token's block from m on, its columns before m, whole blocks that lie around it, and the diagonal block. Only sums, no
-// differences.
-template <int kK>
-__device__ __forceinline__ float gate_gradient(const Shared<kK>& s, int m, int lane) {
+// sum_{i >= m > j} M_ij + sum_{i >= m} a_i + sum_{j < m} b_j, by the two warps of 64 threads m. M in blocks: the rows of
+// this token's block from m on, its columns before m, whole blocks that lie around it, and the diagonal block. Only sums,
+// no differences. M comes as its sums: over the rows of block `row`, column_at(row, j); over the columns of row m before its
+// diagonal block, `below`; and within the diagonal block, `within`.
+template <class ColumnAt, class A, class B>
+__device__ __forceinline__ float gate_gradient(float below, float within, const ColumnAt& column_at, const A& a_at,
+                                               const B& b_at, int m, int lane) {
   const int block = m / 16, l = m % 16;
-  const float beta = s.beta[m];
   float column = 0, around = 0;
 #pragma unroll
-  for (int kind = 0; kind < 2; ++kind) {
+  for (int row = 1; row < kBlocks; ++row) {
+    if (row <= block) continue;
+    column += column_at(row, m);
 #pragma unroll
-    for (int row = 1; row < kBlocks; ++row) {
-      if (row <= block) continue;
-      column += s.columns[kind][row][m];
-#pragma unroll
-      for (int before = 0; before < kBlocks - 2; ++before) {
-        if (before < block) around += s.columns[kind][row][16 * before + l];
-      }
+    for (int before = 0; before < kBlocks - 2; ++before) {
+      if (before < block) around += column_at(row, 16 * before + l);
     }
   }
-  const float below = s.row_below_P[m] + beta * (s.row_below_A[0][m] + s.row_below_A[1][m]);
-  const float pairs = (s.within[kPairsOfP][m] + s.within[kPairsOfA][m]) + sum_since<16>(below, lane) +
-                      sum_before<16>(column, lane) + sum_over_lanes<16>(around);
-  const auto a_at = [&](int i) { return (s.a_q[0][i] + s.a_q[1][i]) + s.beta[i] * (s.a_k[0][i] + s.a_k[1][i]); };
-  const auto b_at = [&](int j) { return s.b[0][j] + s.b[1][j]; };
+  const float pairs = within + sum_since<16>(below, lane) + sum_before<16>(column, lane) + sum_over_lanes<16>(around);
   const bool later = m >= kWarpSize;
   const float other = sum_over_lanes<kWarpSize>(later ? b_at(lane) : a_at(kWarpSize + lane));
   const float a_sum = sum_since<kWarpSize>(a_at(m), lane) + (later ? 0.0f : other);
@@ -65,16 +59,26 @@ __device__ __forceinline__ float gate_gradient(const Shared<kK>& s, int m, int l
   return pairs + a_sum + b_sum;
 }
 
-// dg and dbeta of a value head to the caller, and its share of the gates' parameters. By the first two warps.
 template <int kK>
-__device__ __forceinline__ void finish_head(const GradientArgs& args, const Item& item, Shared<kK>& s, int m, int lane,
-                                            const TokenSums& sums) {
+__device__ __forceinline__ float gate_gradient(const Shared<kK>& s, int m, int lane) {
+  return gate_gradient(
+      s.row_below_P[m] + s.beta[m] * (s.row_below_A[0][m] + s.row_below_A[1][m]),
+      s.within[kPairsOfP][m] + s.within[kPairsOfA][m],
+      [&](int row, int j) { return s.columns[kPairsOfP][row][j] + s.columns[kPairsOfA][row][j]; },
+      [&](int i) { return (s.a_q[0][i] + s.a_q[1][i]) + s.beta[i] * (s.a_k[0][i] + s.a_k[1][i]); },
+      [&](int j) { return s.b[0][j] + s.b[1][j]; }, m, lane);
+}
+
+// dg and dbeta of a value head to the caller, and its share of the gates' parameters. By two warps, which have four numbers
+// to exchange their sums.
+__device__ __forceinline__ void finish_head(const GradientArgs& args, const Item& item, float beta, double* halves,
+                                            int m, int lane, const TokenSums& sums) {
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
   const bool exists = m < item.span.length;
   const int64_t token = item.span.begin + m;
   if (args.dbeta.present() && exists) {
     store_float(args.dbeta.data, args.dbeta.dtype, row_offset(args.dbeta, item.span.batch, token, item.head),
-                beta_adjoint(p, s.beta[m], sums.dbeta));
+                beta_adjoint(p, beta, sums.dbeta));
   }
   if (p.gate == Gate::kNone) return;
   GateGradient d = {0.0f, 0.0f};
@@ -95,7 +99,6 @@ __device__ __forceinline__ void finish_head(const GradientArgs& args, const Item
     a_log += __shfl_xor_sync(kAllLanes, a_log, distance);
     bias += __shfl_xor_sync(kAllLanes, bias, distance);
   }
-  auto* halves = reinterpret_cast<double*>(s.within);  // read by both warps before, and by no other
   named_barrier<1>(kChunkRows);
   if (lane == 0) {
     halves[m / kWarpSize * 2] = a_log;

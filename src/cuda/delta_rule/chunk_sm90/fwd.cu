@@ -19,19 +19,6 @@ bool fits_places(const DeltaRuleForwardProblem& problem, int64_t num_chunks) {
   return problem.sizes.tokens <= kMost && num_chunks * problem.sizes.num_value_heads <= kMost;
 }
 
-ScanMaps scan_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
-  const auto rows = [](const TensorView& x) { return token_map(x, kChunkRows, 64, Swizzle::k128); };
-  const DType dtype = call.in.k.dtype;
-  const int64_t chunks = args.factors_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
-  const int64_t items = chunks * args.problem.num_value_heads;
-  return {rows(call.in.k),
-          rows(call.in.q),
-          rows(call.in.v),
-          rows(call.o),
-          lower_map(args.factors.J, dtype, items),
-          lower_map(args.factors.sP, dtype, items)};
-}
-
 // Few heads: narrow blocks, as long as each has a multiprocessor of its own.
 int columns_of(const DeltaRuleForwardProblem& problem) {
   const int64_t heads = problem.sizes.num_sequences * problem.sizes.num_value_heads;
@@ -40,6 +27,19 @@ int columns_of(const DeltaRuleForwardProblem& problem) {
 }
 
 }  // namespace
+
+ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkArgs& args) {
+  const auto rows = [](const TensorView& x) { return token_map(x, kChunkRows, 64, Swizzle::k128); };
+  const DType dtype = in.k.dtype;
+  const int64_t chunks = args.factors_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
+  const int64_t items = chunks * args.problem.num_value_heads;
+  return {rows(in.k),
+          rows(in.q),
+          rows(in.v),
+          o.present() ? rows(o) : TensorMap{},
+          lower_map(args.factors.J, dtype, items),
+          lower_map(args.factors.sP, dtype, items)};
+}
 
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items) {
   constexpr int kBlock = 16, kBlocks = kChunkRows / kBlock;
@@ -81,7 +81,7 @@ std::string config_text(const DeltaRuleForwardProblem& problem) {
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
   const int columns = columns_of(problem);
   chunk_16bit::forward_in_windows(problem, context, [&](const ChunkArgs& args) {
-    const ScanMaps maps = args.num_chunks > 0 ? scan_maps(problem.args, args) : ScanMaps{};
+    const ScanMaps maps = args.num_chunks > 0 ? scan_maps(problem.args.in, problem.args.o, args) : ScanMaps{};
     if (args.problem.k.dtype == DType::kBF16) {
       launch_scan<DType::kBF16>(args, maps, columns, context);
     } else {

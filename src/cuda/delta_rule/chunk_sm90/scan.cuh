@@ -259,7 +259,7 @@ struct StateGroup {
     for (int m = 0; m < kTokenSteps; ++m) tile.store_c_transposed(16 * m, warp, lane, o[m]);
     fence_async_proxy();
     group_barrier(group);
-    if (leader) {
+    if (leader && args.o.present()) {
       const RowsPlace at = rows_of(args, walk, c, part.head);
       store_box(maps.o, {first_column(), at.head, at.missing, at.end, at.batch}, tile.panel(0));
       commit_stores();

@@ -23,6 +23,9 @@ struct ScanMaps {
 //     {64 - 16 (block + 1), block, 16 block, item}      rows [16 block, +16): columns below 16 (block + 1), then zeros
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items);
 
+// Of the chunks of a launch. `o` absent: only states are wanted.
+ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const chunk_16bit::ChunkArgs& args);
+
 size_t scan_bytes();  // of shared memory in the widest block
 
 // One launch, of blocks with 64 or 128 value columns. For bf16 and fp16, a file each.

@@ -1,0 +1,24 @@
+// The backward of the chunk form as both of its implementations with 16-bit operands run it: windows, scratch memory,
+// factors and states are the same, and kernels differ.
+#pragma once
+
+#include <functional>
+
+#include "core/delta_rule_problem.h"
+#include "cuda/delta_rule/chunk_16bit/gradient.cuh"
+
+namespace fastweight::cuda::chunk_16bit {
+
+struct BackKernels {
+  int columns;                                         // of values, in a block of the scan back
+  int ready_columns;                                   // which publish their progress together
+  int gradients_on_one;                                // blocks of the gradients on a multiprocessor
+  bool sums_keys;                                      // whether these leave sums of dq and dk in memory
+  std::function<void(const ChunkArgs&)> scan_states;   // over all chunks, as in the forward: the states before them
+  std::function<void(const GradientArgs&)> scan_back;  // over a window
+  std::function<void(const GradientArgs&, int64_t blocks)> gradients;  // of its chunks, with sums of so many blocks
+};
+
+void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels, const Context& context);
+
+}  // namespace fastweight::cuda::chunk_16bit

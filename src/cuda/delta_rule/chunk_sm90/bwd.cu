@@ -1,0 +1,166 @@
+// The entry chunk_sm90, backward in the chunk form on Hopper: what it takes, its tensor maps and its launches. Factors and
+// states are those of chunk_16bit. The kernels: scan_back.cuh, gradients.cuh.
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "cuda/delta_rule/chunk_16bit/backward.h"
+#include "cuda/delta_rule/chunk_16bit/setup.h"
+#include "cuda/delta_rule/chunk_sm90/gradients.h"
+#include "cuda/delta_rule/chunk_sm90/scan.h"
+#include "cuda/delta_rule/chunk_sm90/scan_back.h"
+#include "cuda/delta_rule/kernels.h"
+
+namespace fastweight::cuda::chunk_sm90 {
+namespace {
+
+using chunk_16bit::ChunkArgs;
+using chunk_16bit::GradientArgs;
+using chunk_16bit::kChunkRows;
+
+TensorMap rows_of(const TensorView& x) {
+  return x.present() ? token_map(x, kChunkRows, 64, Swizzle::k128) : TensorMap{};
+}
+
+// What both kernels read of a window.
+struct WindowMaps {
+  TensorMap k, q, d_o, J, sP, G, Y;
+};
+WindowMaps window_maps(const DeltaRuleBackward& call, const GradientArgs& args) {
+  const DType dtype = call.in.k.dtype;
+  const ChunkArgs& chunk = args.chunk;
+  const int64_t HV = chunk.problem.num_value_heads, slots = chunk_16bit::chunks_in_window(chunk) * HV;
+  const int64_t items = chunk.factors_of_window ? slots : chunk.num_chunks * HV;
+  return {rows_of(call.in.k),
+          rows_of(call.in.q),
+          rows_of(call.d_o),
+          lower_map(chunk.factors.J, dtype, items),
+          lower_map(chunk.factors.sP, dtype, items),
+          rows_map(args.G, dtype, kWidth, slots),
+          rows_map(args.Y, dtype, kChunkRows, slots)};
+}
+
+void scan_states(const DeltaRuleBackwardProblem& problem, const ChunkArgs& args, int columns, const Context& context) {
+  const ScanMaps maps = scan_maps(problem.args.in, {}, args);
+  problem.args.in.k.dtype == DType::kBF16 ? launch_scan<DType::kBF16>(args, maps, columns, context)
+                                          : launch_scan<DType::kF16>(args, maps, columns, context);
+}
+
+void scan_back(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, int columns, const Context& context) {
+  ScanBackMaps maps{};
+  if (args.chunk.num_chunks > 0) {
+    const WindowMaps of = window_maps(problem.args, args);
+    maps = {of.k, of.q, of.d_o, rows_of(problem.args.dv), of.J, of.sP, of.G, of.Y};
+  }
+  problem.args.in.k.dtype == DType::kBF16 ? launch_scan_back<DType::kBF16>(args, maps, columns, context)
+                                          : launch_scan_back<DType::kF16>(args, maps, columns, context);
+}
+
+void gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, int64_t blocks,
+               const Context& context) {
+  const DeltaRuleBackward& call = problem.args;
+  const WindowMaps of = window_maps(call, args);
+  const GradientMaps maps{of.k,
+                          of.q,
+                          rows_of(call.in.v),
+                          of.d_o,
+                          rows_of(call.dq),
+                          rows_of(call.dk),
+                          of.J,
+                          of.sP,
+                          states_map(args, problem.sizes.batch),
+                          of.G,
+                          of.Y};
+  call.in.k.dtype == DType::kBF16 ? launch_gradients<DType::kBF16>(args, maps, blocks, context)
+                                  : launch_gradients<DType::kF16>(args, maps, blocks, context);
+}
+
+// Whether a gradient can leave by TMA, if anybody wants it.
+bool leaves_by_map(const TensorView& x, DType dtype) { return !x.present() || (x.dtype == dtype && has_token_map(x)); }
+
+// Whether the caller's states lie in an order that a map can have.
+bool have_map(const TensorView& states) {
+  for (size_t axis = 0; axis < static_cast<size_t>(states.rank); ++axis) {
+    if (states.shape[axis] > 1 && states.strides[axis] <= 0) return false;
+  }
+  return true;
+}
+
+// Few heads: narrow blocks, as long as each has a multiprocessor of its own.
+int columns_of(const DeltaRuleBackwardProblem& problem) {
+  const int64_t heads = problem.sizes.num_sequences * problem.sizes.num_value_heads;
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
+  return 2 * heads <= multiprocessors ? kWidth / 2 : kWidth;
+}
+
+}  // namespace
+
+TensorMap rows_map(const uint16_t* matrices, DType dtype, int columns, int64_t items) {
+  TensorMapSpec spec{.data = matrices,
+                     .dtype = dtype,
+                     .rank = 3,
+                     .sizes = {columns, kWidth, items},
+                     .strides = {1, columns, int64_t{columns} * kWidth},
+                     .box = {64, 64, 1},
+                     .swizzle = Swizzle::k128};
+  return tensor_map(spec);
+}
+
+TensorMap states_map(const GradientArgs& args, int64_t batch) {
+  const DeviceStates& S = args.S;
+  const ChunkArgs& chunk = args.chunk;
+  const int64_t sizes[5] = {args.S_width, chunk.problem.head_dim_v, chunk.problem.num_value_heads, chunk.state_chunks,
+                            batch};
+  const int64_t strides[5] = {1, S.v_stride, S.outer_strides[2], S.outer_strides[1], S.outer_strides[0]};
+  TensorMapSpec spec{.data = S.data, .dtype = S.dtype, .rank = 5, .box = {64, kWidth, 1, 1, 1}};
+  for (int i = 0; i < 5; ++i) {
+    spec.sizes[i] = sizes[i];
+    // The stride along a dimension of one element may be anything; the map gets one that it can have.
+    spec.strides[i] = i == 0 || sizes[i] > 1 ? strides[i] : spec.strides[i - 1] * 8;
+  }
+  return tensor_map(spec);
+}
+
+std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
+  const DeltaRuleBackward& call = problem.args;
+  const DeltaRuleInputs& in = call.in;
+  const DeltaRuleSizes& sizes = problem.sizes;
+  const std::string reason = chunk_16bit::declines_backward(problem);
+  if (!reason.empty()) return reason;
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor, in.q.device.index) != 9)
+    return "needs compute capability 9.0";
+  if (chunk_16bit::has_decay_per_channel(problem)) return "decays must be numbers per token";
+  if (sizes.head_dim_k <= kWidth / 2 || sizes.head_dim_k > kWidth || sizes.head_dim_v <= kWidth / 2 ||
+      sizes.head_dim_v > kWidth) {
+    return "K and V must be from 65 to 128";
+  }
+  if (!call.d_o.present()) return "d_o must be there";
+  const DType dtype = in.k.dtype;
+  if (!has_token_map(in.q) || !has_token_map(in.k) || !has_token_map(in.v) || !has_token_map(call.d_o) ||
+      !leaves_by_map(call.dq, dtype) || !leaves_by_map(call.dk, dtype) || !leaves_by_map(call.dv, dtype)) {
+    return "q, k, v, d_o, dq, dk and dv must have one type, and rows that lie together, at multiples of 16 bytes";
+  }
+  if (!have_map(call.chunk_states)) return "strides of chunk_states must be positive";
+  const auto sequences = device_sequences(in.cu_seqlens, sizes.num_sequences, sizes.tokens);
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - kChunkRows;  // places are 32-bit numbers
+  if (sizes.tokens > kMost || max_chunks(sequences, call.options.chunk_size) * sizes.num_value_heads > kMost)
+    return "too many tokens";
+  return lacks_shared_memory(std::max({scan_bytes(), scan_back_bytes(), gradients_bytes()}), in.q.device.index);
+}
+
+std::string config_text(const DeltaRuleBackwardProblem& problem) {
+  return "K " + std::to_string(kWidth) + ", columns " + std::to_string(columns_of(problem));
+}
+
+void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
+  const int columns = columns_of(problem);
+  chunk_16bit::backward_in_windows(
+      problem,
+      {columns, kWidth / 2, 1, problem.sizes.group > 1,
+       [&](const ChunkArgs& args) { scan_states(problem, args, columns, context); },
+       [&](const GradientArgs& args) { scan_back(problem, args, columns, context); },
+       [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); }},
+      context);
+}
+
+}  // namespace fastweight::cuda::chunk_sm90

@@ -1,0 +1,8 @@
+#include "cuda/delta_rule/chunk_sm90/gradients.cuh"
+
+namespace fastweight::cuda::chunk_sm90 {
+
+template void launch_gradients<DType::kF16>(const GradientArgs& args, const GradientMaps& maps, int64_t blocks,
+                                            const Context& context);
+
+}  // namespace fastweight::cuda::chunk_sm90

@@ -1,0 +1,27 @@
+// What the host gives the scan back of chunk_sm90.
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/delta_rule/chunk_16bit/gradient.cuh"
+#include "cuda/sm90/tensor_map.h"
+
+namespace fastweight::cuda::chunk_sm90 {
+
+struct ScanBackMaps {
+  TensorMap k, q, d_o, dv;  // token_map with boxes of 64 x 64; dv unused where nobody wants it
+  TensorMap J, sP;          // lower_map
+  TensorMap G, Y;           // rows_map
+};
+
+// `items` matrices [items][128][columns] of a row per value column, in boxes of 64 x 64: {column, row, item}.
+TensorMap rows_map(const uint16_t* matrices, DType dtype, int columns, int64_t items);
+
+size_t scan_back_bytes();  // of shared memory in the widest block
+
+// One launch, of blocks with 64 or 128 value columns. For bf16 and fp16, a file each.
+template <DType kType>
+void launch_scan_back(const chunk_16bit::GradientArgs& args, const ScanBackMaps& maps, int columns,
+                      const Context& context);
+
+}  // namespace fastweight::cuda::chunk_sm90

@@ -1,0 +1,10 @@
+#include "cuda/delta_rule/chunk_sm90/scan_back.cuh"
+
+namespace fastweight::cuda::chunk_sm90 {
+
+size_t scan_back_bytes() { return sizeof(BackBlock<2>::Shared); }
+
+template void launch_scan_back<DType::kBF16>(const GradientArgs& args, const ScanBackMaps& maps, int columns,
+                                             const Context& context);
+
+}  // namespace fastweight::cuda::chunk_sm90

@@ -1,0 +1,167 @@
+// The backward of the delta rule on Hopper's instructions, by its name: against the double-precision reference, with all
+// lengths of tails, states, layouts and types.
+#include "tests/delta_rule/grid.h"
+#include "tests/sm90/testing.h"
+
+namespace fastweight::test {
+namespace {
+
+using support::draw;
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+Context context() { return context_for("chunk_sm90"); }
+
+DeltaRuleResults run(const DeltaRuleCase& problem, const Tensor& states = {}) {
+  return support::backward(problem, context(), states);
+}
+
+void expect_as_reference(const DeltaRuleCase& problem) {
+  expect_close(problem, run(problem), support::backward(support::in_double(problem), reference_context()));
+}
+
+DeltaRuleSpec wide(Gate gate, int64_t T, DType dtype = DType::kBF16) {
+  DeltaRuleSpec spec = spec_of(gate, T, 128, 128);
+  spec.dtype = dtype;
+  return spec;
+}
+
+class Sm90DeltaRuleBackward : public ::testing::TestWithParam<Gate> {};
+
+TEST_P(Sm90DeltaRuleBackward, Lengths) {
+  for (int64_t T : first<int64_t>({65, 0, 1, 320, 63, 64, 128, 129}, 4)) {
+    expect_as_reference(draw(with_batch(with_heads(wide(GetParam(), T), 2, 1), 2), 1));
+  }
+}
+
+TEST_P(Sm90DeltaRuleBackward, ChunksOfFewerTokens) {
+  for (int32_t chunk_size : {16, 32}) {
+    DeltaRuleSpec spec = wide(GetParam(), 100);
+    spec.options.chunk_size = chunk_size;
+    expect_as_reference(draw(spec, 2));
+  }
+}
+
+TEST_P(Sm90DeltaRuleBackward, Fp16) { expect_as_reference(draw(wide(GetParam(), 130, DType::kF16), 3)); }
+
+TEST_P(Sm90DeltaRuleBackward, Widths) {
+  using Widths = std::pair<int64_t, int64_t>;
+  for (const auto& [K, V] : first<Widths>({{72, 120}, {128, 72}, {104, 128}}, 2)) {
+    DeltaRuleSpec spec = spec_of(GetParam(), 70, K, V);
+    spec.dtype = DType::kBF16;
+    expect_as_reference(draw(spec, 4));
+  }
+}
+
+TEST_P(Sm90DeltaRuleBackward, NoInitialStateAndStatesInTheOtherOrder) {
+  DeltaRuleSpec spec = wide(GetParam(), 70);
+  spec.options.state_v_first = true;
+  spec.initial_state = false;
+  expect_as_reference(draw(spec, 5));
+}
+
+TEST_P(Sm90DeltaRuleBackward, SequencesOfAllLengths) {
+  expect_as_reference(draw(with_lengths(with_heads(wide(GetParam(), 0), 2, 1), {5, 0, 64, 1, 130, 63}), 6));
+}
+
+INSTANTIATE_TEST_SUITE_P(Gates, Sm90DeltaRuleBackward, ::testing::Values(Gate::kNone, Gate::kPerHead),
+                         [](const auto& info) { return std::string(name_of(info.param)); });
+
+TEST(Sm90Backward, GroupsNormsAndRawGates) {
+  for (const int64_t group : {2, 1}) {
+    DeltaRuleSpec spec = with_batch(with_heads(wide(Gate::kPerHead, 70), 2, group), 2);
+    spec.options.qk_l2norm = spec.options.gate_in_kernel = spec.options.beta_sigmoid = true;
+    expect_as_reference(draw(spec, 7));
+  }
+}
+
+// A sequence alone, and the same between others whose tokens are NaNs: the same bits.
+TEST(Sm90Backward, NothingOfTheNextSequence) {
+  DeltaRuleCase packed = draw(with_lengths(wide(Gate::kPerHead, 0), {40, 70, 30}), 8);
+  const DeltaRuleResults whole = run(packed);
+  for (Tensor* x : {&packed.q, &packed.k, &packed.v, &packed.g, &packed.beta, &packed.d_o}) {
+    const int64_t row = x->size() / packed.spec.T;
+    for (int64_t t = 0; t < packed.spec.T; ++t) {
+      if (t >= 40 && t < 110) continue;
+      for (int64_t i = 0; i < row; ++i) x->set(t * row + i, kNaN);
+    }
+  }
+  const DeltaRuleResults beside = run(packed);
+  for (const char* name : {"dq", "dk", "dv", "dg", "dbeta"}) {
+    const Tensor part = slice(*beside.find(name), 1, 40, 110);
+    EXPECT_TRUE(support::same_bits(part, slice(*whole.find(name), 1, 40, 110))) << name;
+    for (double value : part.values()) ASSERT_FALSE(std::isnan(value)) << name;
+  }
+}
+
+// From states that a forward kept in fp32 or in the type of k, and from those computed again: the same bits.
+TEST(Sm90Backward, FromKeptStates) {
+  const DeltaRuleCase problem = draw(with_lengths(with_heads(wide(Gate::kPerHead, 0), 1, 2), {67, 0, 20}), 9);
+  const Tensor states = support::forward(problem, context(), true).chunk_states;
+  const DeltaRuleResults again = run(problem);
+  for (DType dtype : {DType::kF32, DType::kBF16}) {
+    expect_same_bits(run(problem, states.to(dtype)), again, std::string(name_of(dtype)));
+  }
+}
+
+// With little scratch memory the chunks come in windows, and gradients of states go from one to the next: the same bits.
+TEST(Sm90Backward, WindowsDoNotShow) {
+  DeltaRuleSpec spec = with_heads(wide(Gate::kPerHead, 150), 1, 2);
+  spec.options.chunk_size = 16;
+  Context little = context();
+  little.scratch_bytes = 1;
+  for (const DeltaRuleSpec& one : {with_batch(spec, 2), with_lengths(spec, {70, 0, 5, 90})}) {
+    const DeltaRuleCase problem = draw(one, 16);
+    expect_same_bits(support::backward(problem, little), run(problem), "windows");
+  }
+}
+
+TEST(Sm90Backward, GraphReplaysWithOtherLengths) {
+  expect_replays_with_other_lengths(Mode::kBackward,
+                                    draw(with_lengths(with_heads(wide(Gate::kPerHead, 0), 1, 2), {60, 60, 30}), 31),
+                                    {{0, 0, 67, 130}, {0, 64, 64, 65}});
+}
+
+TEST(Sm90Backward, MalformedOffsetsStayInside) {
+  DeltaRuleCase problem = draw(with_lengths(wide(Gate::kPerHead, 0), {30, 20, 19}), 13);
+  for (const std::vector<int64_t>& offsets : kMalformedOffsets) {
+    problem.cu_seqlens = offsets_of(offsets);
+    EXPECT_NO_THROW(run(problem));
+  }
+}
+
+TEST(Sm90Backward, TwoRunsHaveTheSameBits) {
+  const DeltaRuleCase problem = draw(with_heads(wide(Gate::kPerHead, 200), 2, 2), 9);
+  expect_same_bits(run(problem), run(problem), "two runs");
+}
+
+// Many heads have blocks of 128 columns, one alone has two of 64: the same bits.
+TEST(Sm90Backward, ColumnsOfABlockChangeNoBit) {
+  const int64_t heads = emulated() ? 3 : 67;
+  const DeltaRuleCase all = draw(with_heads(wide(Gate::kPerHead, 100), heads, 1), 11);
+  DeltaRuleCase one = all;
+  one.spec.H = one.spec.HV = 1;
+  for (Tensor* x : {&one.q, &one.k, &one.v, &one.g, &one.beta, &one.d_o}) *x = slice(*x, 2, 1, 2);
+  for (Tensor* x : {&one.initial_state, &one.d_final_state}) *x = slice(*x, 1, 1, 2);
+  const DeltaRuleResults of_all = run(all), of_one = run(one);
+  for (const char* name : {"dq", "dk", "dv", "dg", "dbeta"}) {
+    EXPECT_TRUE(support::same_bits(*of_one.find(name), slice(*of_all.find(name), 2, 1, 2))) << name;
+  }
+  EXPECT_TRUE(support::same_bits(of_one.d_initial_state, slice(of_all.d_initial_state, 1, 1, 2)));
+}
+
+TEST(Sm90Backward, WhatItDeclines) {
+  const auto expect = [](const DeltaRuleSpec& spec, const std::string& reason) {
+    expect_refused(ErrorCode::kUnsupported, reason, [&] { run(draw(spec, 10)); });
+  };
+  expect(wide(Gate::kPerChannel, 70), "decays must be numbers per token");
+  expect(wide(Gate::kPerHead, 70, DType::kF32), "16-bit type");
+  DeltaRuleSpec narrow = spec_of(Gate::kPerHead, 70, 64, 128);
+  narrow.dtype = DType::kBF16;
+  expect(narrow, "from 65 to 128");
+  narrow.K = 100;
+  expect(narrow, "multiples of 16 bytes");
+}
+
+}  // namespace
+}  // namespace fastweight::test
