@@ -85,6 +85,32 @@ def test_results_and_gradients(op, function, cu_seqlens):
             assert_close(f"d{name}", value, wanted_gradients[name], threshold)
 
 
+@pytest.mark.parametrize("per_value", [False, True], ids=["beta per head", "beta per value"])
+def test_grouped_heads_of_comba(per_value):
+    x = draw("comba", B=2, H=2)
+    for name in ("v", "g", "beta"):
+        x[name] = torch.cat([x[name], x[name].roll(1, 1), x[name].roll(2, 1)], 2)
+    if per_value:
+        x["beta"] = x["beta"].unsqueeze(-1) * torch.rand(x["v"].shape, dtype=torch.float64)
+    x["initial_state"] = torch.randn(2, 6, 16, 12, dtype=torch.float64)
+    reference = leaves(x)
+    wanted = expected("comba", reference)
+    cotangents = [torch.randn_like(y) for y in wanted]
+    wanted_gradients = gradients(wanted, cotangents, reference)
+    for dtype, threshold in ((torch.float64, 1e-10), (torch.float32, 2e-5)):
+        for function in OPERATORS["comba"]:
+            inputs = leaves(x, dtype, KEEP)
+            results = call("comba", function, inputs)
+            for name, a, b in zip(("o", "final_state"), results, wanted, strict=True):
+                assert_close(name, a, b, threshold)
+            for name, value in gradients(results, cotangents, inputs).items():
+                assert_close(f"d{name}", value, wanted_gradients[name], threshold)
+        state = x["initial_state"].to(dtype, copy=True)
+        tokens = {name: value.to(dtype) for name, value in x.items() if name != "initial_state"}
+        assert_close("o of a step", ops.comba_step(**tokens, state=state), wanted[0], threshold)
+        assert_close("state", state, wanted[1], threshold)
+
+
 @pytest.mark.parametrize(("op", "function"), FORMS)
 def test_defaults(op, function):
     """Without states, and with a scale."""
