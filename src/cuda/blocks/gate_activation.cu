@@ -173,10 +173,10 @@ struct Gradient {
 };
 
 //     dx = -a sigmoid(z) dg,         dA_log: dg g
-//     dx = bound y (1 - y) a dg,     dA_log: dx z          y = sigmoid(a z)
+//     dx = bound sigmoid'(a z) a dg, dA_log: dx z
 __device__ __forceinline__ Gradient activate_adjoint(const Args& args, float z, float a, float dg) {
   if (args.form == Form::kBounded) {
-    const float y = sigmoid(a * z), dx = args.bound * (y * (1.0f - y)) * (a * dg);
+    const float dx = args.bound * sigmoid_slope(a * z) * (a * dg);
     return {dx, dx * z};
   }
   return {-(a * sigmoid(z)) * dg, -(a * softplus(z)) * dg};
