@@ -370,6 +370,19 @@ def test_reference_of_ttt_linear():
         assert_close("ttt", a, b, 2e-7)
 
 
+def test_references_take_one_state_for_all_rows():
+    """As fla's do: who goes through packed sequences one by one has a state without the axis of the batch."""
+    x = draw("gated_delta_rule", B=2, HV=4, dtype=torch.float32)
+    x["initial_state"] = x["initial_state"][:1].expand(2, -1, -1, -1)
+    wanted = gdn_naive.naive_recurrent_gated_delta_rule(**x)[0]
+    assert torch.equal(
+        gdn_naive.naive_recurrent_gated_delta_rule(**x | {"initial_state": x["initial_state"][0]})[0], wanted
+    )
+    x = draw_ttt(B=1, T=33, D=8, dtype=torch.float32)
+    one = {name: x[name][0] for name in ("initial_state", "initial_state_bias")}
+    assert torch.equal(chunk_ttt_linear_ref(**x | one)[0], chunk_ttt_linear_ref(**x)[0])
+
+
 # Differences to fla that are gone -----------------------------------------------------------------------------------
 
 
