@@ -172,6 +172,12 @@ struct Gradient {
   float a_log;  // this element's term of the sum
 };
 
+// sigmoid'(x) = sigmoid(x) sigmoid(-x), from which nothing cancels where the sigmoid is close to 1.
+__device__ __forceinline__ float sigmoid_slope(float x) {
+  const float e = expf(-fabsf(x));
+  return e / ((1.0f + e) * (1.0f + e));
+}
+
 //     dx = -a sigmoid(z) dg,         dA_log: dg g
 //     dx = bound sigmoid'(a z) a dg, dA_log: dx z
 __device__ __forceinline__ Gradient activate_adjoint(const Args& args, float z, float a, float dg) {
