@@ -26,7 +26,7 @@ double tensor_bytes(const BenchChoice& choice) {
     inputs += gates(support::gate_of(*related));
     if (*related == RelatedOp::kComba) inputs += keys + scalars;
     if (*related == RelatedOp::kIplr || *related == RelatedOp::kDplr) inputs += 2 * keys;
-  } else if (is_delta_rule(choice.op)) {
+  } else if (is_delta_rule(choice.op) || choice.op == Op::kDeltaRuleMap) {
     inputs += scalars + gates(gate_of(choice.op));
   } else if (choice.op == Op::kTttLinear) {
     inputs += scalars;

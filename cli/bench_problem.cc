@@ -16,6 +16,7 @@
 #include "fastweight/ttt_linear.h"
 #include "support/blocks_case.h"
 #include "support/delta_rule_case.h"
+#include "support/delta_rule_map_case.h"
 #include "support/placement.h"
 #include "support/random.h"
 #include "support/related_case.h"
@@ -29,6 +30,7 @@ namespace {
 using support::BlockCase;
 using support::BlockSpec;
 using support::DeltaRuleCase;
+using support::DeltaRuleMapCase;
 using support::DeltaRuleSpec;
 using support::RelatedCase;
 using support::RelatedOp;
@@ -240,6 +242,41 @@ double DeltaRuleBench::bytes() const {
   }
   return total + view_bytes(step_.o) + 2 * view_bytes(step_.state);
 }
+
+// ---- Maps of segments -----------------------------------------------------------------------------------------------
+
+class DeltaRuleMapBench : public BenchProblem {
+ public:
+  explicit DeltaRuleMapBench(const BenchChoice& choice)
+      : choice_(choice), data_{delta_rule_data(choice)}, results_(support::outputs_of(choice.mode, data_)) {
+    call_.emplace(support::call_of(choice.mode, data_, results_));
+  }
+
+  std::string run(const Context& context) const override { return call_->enqueue(context); }
+
+  double flop() const override {
+    const Shape& s = choice_.shape;
+    const double K = static_cast<double>(s.K), V = static_cast<double>(s.V);
+    const double state = choice_.mode == Mode::kBackward ? 6 * K * V : 4 * K * V;
+    return (state + 4 * K * K + 32 * (K + V)) * static_cast<double>(s.B * s.T * s.HV);
+  }
+
+  double bytes() const override {
+    double total = 0;
+    for (const support::NamedView& named : call_->views()) total += view_bytes(*named.view);
+    return total;
+  }
+
+  std::unique_ptr<BenchProblem> on_device(Device device) const override {
+    return std::make_unique<PlacedBench>(*this, support::call_of(choice_.mode, data_, results_), device);
+  }
+
+ private:
+  BenchChoice choice_;
+  DeltaRuleMapCase data_;
+  support::DeltaRuleMapResults results_;
+  std::optional<support::Call> call_;
+};
 
 // ---- The families related to the delta rule
 // --------------------------------------------------------------------------
@@ -638,6 +675,7 @@ Shape parse_shape(const std::string& text) {
 std::unique_ptr<BenchProblem> make_bench_problem(const BenchChoice& choice) {
   if (block_of(choice.op)) return std::make_unique<BlockBench>(choice);
   if (related_of(choice.op)) return std::make_unique<RelatedBench>(choice);
+  if (choice.op == Op::kDeltaRuleMap) return std::make_unique<DeltaRuleMapBench>(choice);
   if (choice.op == Op::kShortConv) return std::make_unique<ShortConvBench>(choice);
   if (choice.op == Op::kTttLinear) return std::make_unique<TttLinearBench>(choice);
   return std::make_unique<DeltaRuleBench>(choice);

@@ -43,6 +43,7 @@ inline constexpr int64_t kDrawnTokens = 256;
 // Forward: o and the final state, from no initial state (TTT-linear: from a random one). Backward: every gradient of
 // the inputs, from d_o. Step: one token for each of B states. Gates are precomputed, keys have unit norm, gates, beta,
 // eta and the parameters of norms are fp32. Short convolution: H K channels of width 4, silu, no bias and residual.
+// Maps of segments: those of gdn, the matrix and the state, from none.
 // Building blocks: chunks of 64, one log decay per head for scaled_dot_kkt and wy, per channel else; gate_activation
 // sums its values within chunks.
 class BenchProblem {
@@ -56,6 +57,7 @@ class BenchProblem {
   // 8D^2 for a step. Short convolution, per token and channel: F = 2W + 4, 3F backward, F for a step.
   // GLA, simple GLA and linear attention: F = 4KV + 32(K + V); Comba as the delta rule; DPLR and IPLR:
   // F = 8KV + 128(K + V); 3F backward.
+  // Maps of segments: 4K(K + V) + 32(K + V), backward 2KV more.
   // Building blocks, products with triangular matrices as full squares, per token and value head: scaled_dot_kkt 2CK,
   // backward 4CK; solve_tril C^2 / 3, backward 4C^2; wy 2C(K + V), backward 4C(K + V) + 2C^2. The others count their
   // additions and multiplications per element, an activation as one: chunk_local_cumsum 1, l2norm 3, backward 5,

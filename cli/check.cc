@@ -16,6 +16,7 @@
 #include "fastweight/info.h"
 #include "support/blocks_case.h"
 #include "support/delta_rule_case.h"
+#include "support/delta_rule_map_case.h"
 #include "support/golden.h"
 #include "support/related_case.h"
 #include "support/short_conv_case.h"
@@ -25,6 +26,7 @@ namespace fastweight::cli {
 namespace {
 
 using support::BlockSpec;
+using support::DeltaRuleMapSpec;
 using support::DeltaRuleSpec;
 using support::RelatedOp;
 using support::RelatedSpec;
@@ -60,6 +62,17 @@ std::vector<DeltaRuleSpec> delta_rule_specs(Op op) {
     DeltaRuleSpec& bounded = add("lower_bound", 1, 70, 2, 2, 32, 32);
     bounded.options.gate_in_kernel = true;
     bounded.options.lower_bound = -5;
+  }
+  return specs;
+}
+
+// Of all three operators.
+std::vector<DeltaRuleMapSpec> delta_rule_map_specs() {
+  std::vector<DeltaRuleMapSpec> specs;
+  for (Op op : {Op::kDeltaRule, Op::kGdn, Op::kKda}) {
+    for (const DeltaRuleSpec& spec : delta_rule_specs(op)) {
+      specs.emplace_back(DeltaRuleMapSpec{spec}).name = op_name(op) + "_" + spec.name;
+    }
   }
   return specs;
 }
@@ -402,6 +415,13 @@ void Checker::check_op(Op op, const std::string& golden_folder) {
   if (const auto related = related_of(op)) {
     check_built_in(op, related_specs(*related));
     check_determinism(op, related_determinism_spec(*related));
+    return;
+  }
+  if (op == Op::kDeltaRuleMap) {
+    check_built_in(op, delta_rule_map_specs());
+    for (Op rule : {Op::kDeltaRule, Op::kGdn, Op::kKda}) {
+      check_determinism(op, DeltaRuleMapSpec{delta_rule_determinism_spec(rule)});
+    }
     return;
   }
   if (op == Op::kShortConv) {

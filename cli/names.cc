@@ -4,6 +4,7 @@
 
 #include "cli/flags.h"
 #include "cli/text.h"
+#include "fastweight/delta_rule_map.h"
 #include "fastweight/info.h"
 #include "fastweight/short_conv.h"
 #include "fastweight/ttt_linear.h"
@@ -21,6 +22,7 @@ struct Word {
 constexpr Word<Op> kOpWords[] = {{"delta_rule", Op::kDeltaRule},
                                  {"gdn", Op::kGdn},
                                  {"kda", Op::kKda},
+                                 {"delta_rule_map", Op::kDeltaRuleMap},
                                  {"linear_attention", Op::kLinearAttention},
                                  {"simple_gla", Op::kSimpleGla},
                                  {"gla", Op::kGla},
@@ -98,6 +100,7 @@ bool is_delta_rule(Op op) { return op == Op::kDeltaRule || op == Op::kGdn || op 
 Gate gate_of(Op op) {
   switch (op) {
     case Op::kGdn:
+    case Op::kDeltaRuleMap:
       return Gate::kPerHead;
     case Op::kKda:
       return Gate::kPerChannel;
@@ -137,6 +140,7 @@ std::optional<Block> block_of(Op op) {
 namespace {
 
 std::vector<ImplementationInfo> family_of(Op op) {
+  if (op == Op::kDeltaRuleMap) return delta_rule_map_implementations();
   if (op == Op::kTttLinear) return ttt_linear_implementations();
   if (op == Op::kShortConv) return short_conv_implementations();
   if (const auto block = block_of(op)) return block_implementations(*block);

@@ -13,11 +13,12 @@
 
 namespace fastweight::cli {
 
-// The first three are the delta-rule family; the families related to it and the building blocks follow.
+// The first three are the delta-rule family, then what their segments do to a state; the families related to it and the building blocks follow.
 enum class Op {
   kDeltaRule,
   kGdn,
   kKda,
+  kDeltaRuleMap,
   kLinearAttention,
   kSimpleGla,
   kGla,
@@ -37,9 +38,25 @@ enum class Op {
 using support::Mode;
 
 inline constexpr std::array kOps = {
-    Op::kDeltaRule,    Op::kGdn,       Op::kKda,  Op::kLinearAttention, Op::kSimpleGla,      Op::kGla,
-    Op::kComba,        Op::kIplr,      Op::kDplr, Op::kTttLinear,       Op::kShortConv,      Op::kChunkLocalCumsum,
-    Op::kScaledDotKkt, Op::kSolveTril, Op::kWy,   Op::kL2Norm,          Op::kGateActivation, Op::kRmsNorm,
+    Op::kDeltaRule,
+    Op::kGdn,
+    Op::kKda,
+    Op::kDeltaRuleMap,
+    Op::kLinearAttention,
+    Op::kSimpleGla,
+    Op::kGla,
+    Op::kComba,
+    Op::kIplr,
+    Op::kDplr,
+    Op::kTttLinear,
+    Op::kShortConv,
+    Op::kChunkLocalCumsum,
+    Op::kScaledDotKkt,
+    Op::kSolveTril,
+    Op::kWy,
+    Op::kL2Norm,
+    Op::kGateActivation,
+    Op::kRmsNorm,
 };
 using support::kModes;
 inline constexpr std::array kDTypes = {DType::kF32, DType::kBF16, DType::kF16};
@@ -56,7 +73,7 @@ std::vector<Op> parse_ops(const std::vector<std::string>& values);
 std::vector<Mode> parse_modes(const std::vector<std::string>& values);
 std::vector<DType> parse_dtypes(const std::vector<std::string>& values);
 
-// Whether an operator is one of the delta-rule family, and its gate if it is.
+// Whether an operator is one of the delta-rule family, and its gate if it is; the bench's maps are those of gdn.
 bool is_delta_rule(Op op);
 Gate gate_of(Op op);
 

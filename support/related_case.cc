@@ -11,8 +11,8 @@ enum Stream : uint64_t { kQ = 1, kK, kV, kG, kBeta, kP, kA, kAStep, kB, kInitial
 
 std::vector<int64_t> state_shape(const RelatedSpec& spec) {
   const int64_t N = num_sequences(spec);
-  if (spec.state_v_first) return {N, spec.H, spec.V, spec.K};
-  return {N, spec.H, spec.K, spec.V};
+  if (spec.state_v_first) return {N, spec.HV(), spec.V, spec.K};
+  return {N, spec.HV(), spec.K, spec.V};
 }
 
 bool is_gla(RelatedOp op) {
@@ -50,6 +50,8 @@ std::string describe(const RelatedSpec& spec) {
   if (spec.g_gamma) out << " g_gamma";
   if (spec.p_absent) out << " p_absent";
   if (spec.beta_absent) out << " beta_absent";
+  if (spec.beta_per_value) out << " beta_per_value";
+  if (spec.group != 1) out << " group=" << spec.group;
   if (spec.gate_divisor != 1) out << " gate_divisor=" << spec.gate_divisor;
   if (spec.hard_gate_fraction > 0) out << " hard_gate_fraction=" << spec.hard_gate_fraction;
   return out.str();
@@ -111,7 +113,7 @@ std::span<const CaseTensor<RelatedResults>> RelatedResults::fields() {
 }
 
 RelatedCase draw(const RelatedSpec& spec, uint64_t seed) {
-  const int64_t B = spec.B, T = spec.T, H = spec.H, K = spec.K, V = spec.V;
+  const int64_t B = spec.B, T = spec.T, H = spec.H, HV = spec.HV(), K = spec.K, V = spec.V;
   const DType wide = accumulator_type(spec.dtype);
   RelatedCase result;
   result.spec = spec;
@@ -121,10 +123,12 @@ RelatedCase draw(const RelatedSpec& spec, uint64_t seed) {
   const auto keys = [&](const Tensor& x) { return (spec.qk_l2norm ? x : unit_rows(x)).to(spec.dtype); };
   result.q = keys(raw(kQ));
   result.k = keys(raw(kK));
-  result.v = normals(spec.dtype, {B, T, H, V}, seed, kV);
+  result.v = normals(spec.dtype, {B, T, HV, V}, seed, kV);
   if (spec.op == RelatedOp::kComba) {
     if (!spec.p_absent) result.p = keys(leaning(raw(kK), raw(kP)));
-    if (!spec.beta_absent) result.beta = sigmoids(spec.gate_dtype, {B, T, H}, seed, kBeta);
+    std::vector<int64_t> shape{B, T, HV};
+    if (spec.beta_per_value) shape.push_back(V);
+    if (!spec.beta_absent) result.beta = sigmoids(spec.gate_dtype, std::move(shape), seed, kBeta);
   }
   if (is_dplr(spec.op)) {
     result.b = keys(raw(kB));
@@ -142,13 +146,13 @@ RelatedCase draw(const RelatedSpec& spec, uint64_t seed) {
     result.g_gamma =
         drawn(spec.gate_dtype, {H}, [&] { return std::log(1 - std::exp2(-static_cast<double>(2 + head++))); });
   } else if (gate_of(spec.op) != Gate::kNone) {
-    std::vector<int64_t> shape{B, T, H};
+    std::vector<int64_t> shape{B, T, HV};
     if (gate_of(spec.op) == Gate::kPerChannel) shape.push_back(K);
     result.g = log_decays(spec.gate_dtype, std::move(shape), seed, kG, spec.gate_divisor, spec.hard_gate_fraction);
   }
   if (spec.initial_state) result.initial_state = normals(wide, state_shape(spec), seed, kInitialState);
   result.cu_seqlens = offsets_tensor(spec.cu_seqlens);
-  result.d_o = normals(spec.dtype, {B, T, H, V}, seed, kDO);
+  result.d_o = normals(spec.dtype, {B, T, HV, V}, seed, kDO);
   result.d_final_state = normals(wide, state_shape(spec), seed, kDFinalState);
   return result;
 }

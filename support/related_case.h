@@ -27,6 +27,7 @@ struct RelatedSpec {
   std::string name;
   RelatedOp op = RelatedOp::kSimpleGla;
   int64_t B = 1, T = 64, H = 1, K = 16, V = 16;
+  int64_t group = 1;                // Comba: value heads per head
   std::vector<int64_t> cu_seqlens;  // empty: fixed length
   double scale = GlaOptions::kUnset;
   int32_t chunk_size = 64;
@@ -38,9 +39,11 @@ struct RelatedSpec {
   bool g_gamma = false;           // simple GLA: g_gamma in place of g
   bool p_absent = false;          // Comba
   bool beta_absent = false;       // Comba
+  bool beta_per_value = false;    // Comba
   double gate_divisor = 1;        // gates are log sigmoid(N(0,1)) / divisor
   double hard_gate_fraction = 0;  // this share of the gates is -1000
 
+  int64_t HV() const { return H * group; }
   void set_types(DType type) { dtype = gate_dtype = type; }
 };
 

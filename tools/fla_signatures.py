@@ -22,7 +22,7 @@ MODULES = [
     *(f"ops.ttt.{part}" for part in ("chunk", "fused_chunk", "naive")),
     *(f"ops.gla.{part}" for part in ("chunk", "fused_chunk", "fused_recurrent", "naive")),
     *(f"ops.simple_gla.{part}" for part in ("chunk", "fused_chunk", "fused_recurrent", "naive", "parallel")),
-    *(f"ops.comba.{part}" for part in ("chunk", "fused_recurrent", "naive")),
+    *(f"ops.comba.{part}" for part in ("chunk", "fused_recurrent", "naive", "utils")),
     *(f"ops.generalized_delta_rule.{rank}.{part}" for rank in ("dplr", "iplr") for part in
       ("chunk", "fused_recurrent", "naive")),
     *(f"ops.linear_attn.{part}" for part in ("chunk", "fused_chunk", "fused_recurrent", "naive", "utils")),

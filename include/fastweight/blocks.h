@@ -160,7 +160,7 @@ struct GateActivationBackward {
 enum class NormGate : int32_t { kSilu = 0, kSigmoid = 1 };
 
 struct RmsNormOptions {
-  double eps = 1e-5;  // at least 2^-126
+  double eps = 1e-5;  // at least 2^-126, or 0: a row of zeros becomes NaN
   NormGate activation = NormGate::kSilu;
 };
 

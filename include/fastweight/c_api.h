@@ -492,7 +492,7 @@ typedef struct fw_rms_norm_forward_args {
   fw_tensor x;      /* [.., D] */
   fw_tensor gate;   /* like x; optional */
   fw_tensor weight; /* [D]; optional */
-  double eps;       /* at least 2^-126 */
+  double eps;       /* at least 2^-126, or 0: a row of zeros becomes NaN */
   int32_t activation;
   fw_tensor y; /* like x; may be x */
 } fw_rms_norm_forward_args;

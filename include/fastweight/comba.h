@@ -8,8 +8,9 @@
 //
 // p_t = exp(g_t) k_t gives the gated delta rule.
 //
-// Sizes: B batch, T tokens, H heads, K and V head widths (K up to 256, V of any width; on CUDA up to 256), N sequences (B, or the count in cu_seqlens),
-// C chunk size, NT chunks (delta_rule_num_chunks). On the CPU alone so far.
+// Sizes: B batch, T tokens, H heads, HV value heads (a multiple of H: value head h uses the q, k and p of head h / (HV / H)),
+// K and V head widths (K up to 256, V of any width; on CUDA up to 256), N sequences (B, or the count in cu_seqlens), C chunk
+// size, NT chunks (delta_rule_num_chunks). On the CPU alone so far.
 #pragma once
 
 #include <cstdint>
@@ -37,11 +38,11 @@ struct CombaOptions {
 struct CombaInputs {
   TensorView q;              // [B, T, H, K]
   TensorView k;              // [B, T, H, K]
-  TensorView v;              // [B, T, H, V]
+  TensorView v;              // [B, T, HV, V]
   TensorView p;              // [B, T, H, K]; absent: k, whose gradient then is the sum of both
-  TensorView g;              // [B, T, H], the logarithm of the decay
-  TensorView beta;           // [B, T, H]; absent: 1
-  TensorView initial_state;  // [N, H, K, V]; absent: 0
+  TensorView g;              // [B, T, HV], the logarithm of the decay
+  TensorView beta;           // [B, T, HV], or [B, T, HV, V]: no chunk form; absent: 1
+  TensorView initial_state;  // [N, HV, K, V]; absent: 0
   TensorView cu_seqlens;     // [N + 1] int32 or int64; absent: N = B sequences of T tokens; given: B = 1
 };
 
@@ -49,9 +50,9 @@ struct CombaForward {
   CombaInputs in;
   CombaOptions options;
 
-  TensorView o;             // [B, T, H, V]; q's type or fp32
-  TensorView final_state;   // [N, H, K, V] fp32; optional
-  TensorView chunk_states;  // [B, NT, H, K, V], the state before every chunk; optional. fp32, or k's type
+  TensorView o;             // [B, T, HV, V]; q's type or fp32
+  TensorView final_state;   // [N, HV, K, V] fp32; optional
+  TensorView chunk_states;  // [B, NT, HV, K, V], the state before every chunk; optional. fp32, or k's type
 };
 
 // Gradients of a loss whose gradient with respect to o and the final state is given. Every output is optional,
@@ -60,12 +61,12 @@ struct CombaBackward {
   CombaInputs in;
   CombaOptions options;
 
-  TensorView d_o;            // [B, T, H, V], q's type or fp32; absent: 0
-  TensorView d_final_state;  // [N, H, K, V]; absent: 0
+  TensorView d_o;            // [B, T, HV, V], q's type or fp32; absent: 0
+  TensorView d_final_state;  // [N, HV, K, V]; absent: 0
   TensorView chunk_states;   // the forward's, fp32 or k's type: saves recomputing the states. Absent: recomputed
 
   TensorView dq, dk, dv, dp, dg, dbeta;
-  TensorView d_initial_state;  // [N, H, K, V] fp32; with initial_state only
+  TensorView d_initial_state;  // [N, HV, K, V] fp32; with initial_state only
 };
 
 // Decoding: T tokens per sequence advance states in place. `in.initial_state` is absent.
@@ -73,9 +74,9 @@ struct CombaStep {
   CombaInputs in;
   CombaOptions options;
 
-  TensorView state;          // [slots, H, K, V] fp32 or bf16, read and written; slots = N without state_indices
+  TensorView state;          // [slots, HV, K, V] fp32 or bf16, read and written; slots = N without state_indices
   TensorView state_indices;  // [N] int32 or int64: the slot of each sequence, -1: skip it (its o is 0). Optional
-  TensorView o;              // [B, T, H, V]
+  TensorView o;              // [B, T, HV, V]
 };
 
 // Each returns the name of the implementation that ran.

@@ -100,6 +100,11 @@ def _(dg, x, A_log, dt_bias, *rest):
 # Inner functions, which record no gradient ----------------------------------------------------------------------------
 
 
+def gate_activation_backward(dg: torch.Tensor, inputs: tuple, lower_bound: float | None) -> tuple:
+    """(dx, dA_log, ddt_bias) of gates that are not summed, None where there is no input."""
+    return run(operators.gate_activation_backward.default, dg, *inputs, lower_bound, 0, 0b111)
+
+
 def scaled_dot_kkt(inputs: tuple, chunk_size: int) -> torch.Tensor:
     """(k, beta, gamma, cu_seqlens) -> A"""
     return run(operators.scaled_dot_kkt_forward.default, *inputs, chunk_size)

@@ -221,6 +221,10 @@ void eps(double value) {
   invalid("eps", "a finite number above 0 and normal in fp32 (at least 2^-126)", text(value));
 }
 
+void eps_or_zero(double value) {
+  if (value != 0) eps(value);
+}
+
 void parameter(const char* name, const TensorView& view, int64_t count) {
   floating(name, view);
   if (view.rank == 1 && view.shape[0] == count) return;

@@ -55,6 +55,7 @@ void in_range(const char* name, int64_t value, int64_t low, int64_t high);
 
 void chunk_size(int64_t value);  // 16, 32 or 64
 void eps(double value);          // of a norm, whose kernels add it in fp32, where it must not be 0
+void eps_or_zero(double value);  // of a norm that makes NaN of a row of zeros if it is told to
 
 // A vector of parameters: [count], or any shape with that many elements if it is dense.
 void parameter(const char* name, const TensorView& view, int64_t count);

@@ -24,11 +24,10 @@ struct GateGradient {
 };
 
 //     dx = -a sigmoid(z) dg,         dA_log: dg g
-//     dx = bound y (1 - y) a dg,     dA_log: dx z          y = sigmoid(a z)
+//     dx = bound sigmoid'(a z) a dg, dA_log: dx z
 HWY_INLINE GateGradient log_decay_adjoint(Vec z, Vec a, bool bounded, Vec bound, Vec dg) {
   if (bounded) {
-    const Vec y = sigmoid(hn::Mul(a, z));
-    const Vec dx = hn::Mul(hn::Mul(bound, hn::Mul(y, hn::Sub(broadcast(1.0f), y))), hn::Mul(a, dg));
+    const Vec dx = hn::Mul(hn::Mul(bound, sigmoid_slope(hn::Mul(a, z))), hn::Mul(a, dg));
     return {dx, hn::Mul(dx, z)};
   }
   return {hn::Neg(hn::Mul(hn::Mul(a, sigmoid(z)), dg)), hn::Neg(hn::Mul(hn::Mul(a, softplus(z)), dg))};

@@ -285,7 +285,7 @@ BlockSizes check_block(const GateActivationBackward& args) {
 }
 
 void check_inputs(const RmsNormInputs& in, const RmsNormOptions& options) {
-  check::eps(options.eps);
+  check::eps_or_zero(options.eps);
   if (options.activation != NormGate::kSilu && options.activation != NormGate::kSigmoid) {
     invalid("activation", "silu (0) or sigmoid (1)", std::to_string(static_cast<int32_t>(options.activation)));
   }

@@ -96,7 +96,13 @@ void check_options(const DeltaRuleOptions& options) {
   check_lower_bound(options);
 }
 
-// Sets B, T, H, HV, group, K and V. Only the delta rule has more value heads than heads.
+// Operators that write what a read of the state left of v, as the delta rule: they have groups of value heads for one
+// head of keys, and may have one beta per value channel.
+bool corrects_values(Correction correction) {
+  return correction == Correction::kKey || correction == Correction::kFeedback;
+}
+
+// Sets B, T, H, HV, group, K and V.
 void check_qkv(const DeltaRuleInputs& in, Correction correction, DeltaRuleSizes& sizes) {
   check::present("q", in.q);
   check::present("k", in.k);
@@ -122,7 +128,7 @@ void check_qkv(const DeltaRuleInputs& in, Correction correction, DeltaRuleSizes&
     invalid("v", "a positive multiple of the " + std::to_string(sizes.num_heads) + " heads of q",
             std::to_string(sizes.num_value_heads) + " heads");
   }
-  if (correction != Correction::kKey && sizes.num_value_heads != sizes.num_heads) {
+  if (!corrects_values(correction) && sizes.num_value_heads != sizes.num_heads) {
     invalid("v", std::to_string(sizes.num_heads) + " heads as q", std::to_string(sizes.num_value_heads) + " heads");
   }
   const bool on_cpu = in.v.device.type == DeviceType::kCpu;
@@ -136,7 +142,6 @@ void check_sequences(const DeltaRuleInputs& in, const DeltaRuleOptions& options,
   sizes.num_chunks = count_chunks(sizes.tokens, in.cu_seqlens, options.chunk_size);
 }
 
-// One per value channel belongs to the delta rule alone.
 void check_beta(const DeltaRuleInputs& in, const DeltaRuleOptions& options, Correction correction,
                 const DeltaRuleSizes& sizes) {
   if (!in.beta.present()) {
@@ -144,7 +149,7 @@ void check_beta(const DeltaRuleInputs& in, const DeltaRuleOptions& options, Corr
     return;
   }
   check::floating("beta", in.beta);
-  if (in.beta.rank == 4 && correction == Correction::kKey) {
+  if (in.beta.rank == 4 && corrects_values(correction)) {
     check::shape("beta", in.beta, {sizes.batch, sizes.tokens, sizes.num_value_heads, sizes.head_dim_v});
   } else {
     check::shape("beta", in.beta, {sizes.batch, sizes.tokens, sizes.num_value_heads});

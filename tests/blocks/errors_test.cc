@@ -163,7 +163,8 @@ TEST(BlockErrors, RmsNorm) {
   const Tensor x(kF32, {3, 20});
   Tensor y = support::poisoned(kF32, {3, 20});
   for (const auto& [eps, activation, text] :
-       {std::tuple(0.0, NormGate::kSilu, "eps: expected a finite number above 0"),
+       {std::tuple(1e-39, NormGate::kSilu, "eps: expected a finite number above 0"),
+        {-1e-5, NormGate::kSilu, "eps: expected a finite number above 0"},
         {1e-5, static_cast<NormGate>(7), "activation: expected silu (0) or sigmoid (1), got 7"}}) {
     try {
       rms_norm_forward({}, {{x.view(), {}, {}}, {eps, activation}, y.view()});
@@ -205,6 +206,20 @@ TEST(BlockValid, SmallestEps) {
     Tensor y = support::poisoned(kF32, {3, 20});
     l2norm_forward(context_for(name), {x.view(), std::numeric_limits<float>::min(), y.view(), {}});
     for (double value : y.values()) EXPECT_EQ(value, 0) << name;
+  }
+}
+
+// Without eps rows have a norm of 1, and those of zeros are nowhere.
+TEST(BlockValid, RmsNormWithoutEps) {
+  for (const std::string& name : implementations(Block::kRmsNorm, Mode::kForward)) {
+    Tensor x(kF32, {2, 20}), y = support::poisoned(kF32, {2, 20});
+    for (int64_t i = 0; i < 20; ++i) x.set(i, i % 2 == 0 ? 3 : -3);
+    RmsNormForward args{{x.view(), {}, {}}, {0.0, NormGate::kSilu}, y.view()};
+    support::Call(rms_norm_forward, args).run(context_for(name));
+    for (int64_t i = 0; i < 20; ++i) {
+      EXPECT_NEAR(y[i], i % 2 == 0 ? 1 : -1, 1e-6) << name;
+      EXPECT_TRUE(std::isnan(y[20 + i])) << name;
+    }
   }
 }
 

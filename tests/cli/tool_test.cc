@@ -312,6 +312,19 @@ TEST_F(Tool, BenchRefusesOneFileForTwoResults) {
   EXPECT_FALSE(fs::exists(path));
 }
 
+TEST_F(Tool, CheckAndBenchRunMapsOfSegments) {
+  const Outcome check = run("check --op delta_rule_map");
+  EXPECT_EQ(check.exit_code, 0) << check.output;
+  for (const char* part :
+       {"delta_rule_map      fwd   chunk", "delta_rule_map      bwd   reference", "0 failed, 0 skipped"}) {
+    EXPECT_TRUE(contains(check.output, part)) << check.output;
+  }
+  const Outcome bench =
+      run("bench --threads 1 --min-time 0 --repeat 1 --op delta_rule_map --shape T=100,H=2,K=16,V=24");
+  EXPECT_EQ(bench.exit_code, 0) << bench.output;
+  EXPECT_TRUE(contains(bench.output, "delta_rule_map")) << bench.output;
+}
+
 TEST_F(Tool, CheckRunsTttLinear) {
   const Outcome check = run("check --op ttt_linear");
   EXPECT_EQ(check.exit_code, 0) << check.output;

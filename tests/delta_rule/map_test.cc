@@ -4,8 +4,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "core/delta_rule_map_fields.h"
-#include "fastweight/delta_rule_map.h"
+#include "support/delta_rule_map_case.h"
 #include "tests/delta_rule/grid.h"
 #include "tests/random_problems.h"
 
@@ -14,48 +13,19 @@ namespace {
 
 using support::draw;
 
-struct MapResults : support::TensorsByName<MapResults> {
-  std::string implementation;
-  Tensor m, h, mt, e;
-
-  static std::span<const support::CaseTensor<MapResults>> fields() {
-    using Self = MapResults;
-    static constexpr support::CaseTensor<Self> kFields[] = {
-        {"m", &Self::m, Part::kStart}, {"h", &Self::h, Part::kEnd}, {"mt", &Self::mt}, {"e", &Self::e, Part::kStart}};
-    return kFields;
-  }
-};
+using support::DeltaRuleMapCase;
+using MapResults = support::DeltaRuleMapResults;
 
 std::vector<std::string> map_implementations(Mode mode) { return names_of(delta_rule_map_implementations(), mode); }
 
-std::vector<int64_t> state_shape(const DeltaRuleSpec& spec) {
-  const int64_t N = spec.cu_seqlens.empty() ? spec.B : static_cast<int64_t>(spec.cu_seqlens.size()) - 1;
-  if (spec.options.state_v_first) return {N, spec.HV, spec.V, spec.K};
-  return {N, spec.HV, spec.K, spec.V};
-}
-
-MapResults run_map(Mode mode, DeltaRuleCase problem, const Context& context, Layout layout = Layout::kDense) {
-  const std::vector<int64_t> shape = state_shape(problem.spec);
-  const DType dtype = problem.spec.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  const Tensor square = support::poisoned(dtype, {shape[0], shape[1], problem.spec.K, problem.spec.K});
-  const Tensor state = support::poisoned(dtype, shape);
-  const bool forward = mode == Mode::kForward;
-  MapResults results;
-  (forward ? results.m : results.mt) = square;
-  (forward ? results.h : results.e) = state;
-  if (!forward) problem.initial_state = {};
-  const support::Call call = forward ? support::bound_call(delta_rule_map_forward, problem, results)
-                                     : support::bound_call(delta_rule_map_backward, problem, results);
+MapResults run_map(Mode mode, const DeltaRuleCase& drawn, const Context& context, Layout layout = Layout::kDense) {
+  const DeltaRuleMapCase problem{drawn};
+  MapResults results = support::outputs_of(mode, problem);
+  const support::Call call = support::call_of(mode, problem, results);
   StridedArguments strided(call.views(), layout);
   results.implementation = call.run(context);
   EXPECT_TRUE(strided.finish()) << results.implementation << " wrote beside its outputs";
   return results;
-}
-
-support::Tolerance tolerance(const DeltaRuleCase& problem, const MapResults&, const std::string&, DType) {
-  const bool large_gates = problem.spec.hard_gate_fraction > 0 || problem.spec.gate_divisor < 1;
-  if (problem.spec.dtype == DType::kF64) return {1e-10, 1e-13};
-  return {problem.spec.options.gate == Gate::kPerChannel && large_gates ? 5e-4 : 1e-5, 1e-6};
 }
 
 void check(const DeltaRuleCase& problem, Layout layout) {

@@ -93,8 +93,11 @@ def ttt_linear(q, k, v, w, b, eta, initial_state=None, initial_state_bias=None, 
 def related(q, k, v, g=None, p=None, a=None, b=None, beta=None, initial_state=None, scale=None, cu_seqlens=None,
             correction=None):  # fmt: skip
     """(o, final state) of linear attention, simple GLA and GLA, of Comba ("feedback"), IPLR and DPLR ("low_rank")."""
-    B, T, H, K = q.shape
-    V = v.shape[-1]
+    B, T, _, K = q.shape
+    H, V = v.shape[2:]
+    q, k, p, a, b = (None if x is None else x.repeat_interleave(H // x.shape[2], dim=2) for x in (q, k, p, a, b))
+    if beta is not None and beta.dim() == 3:
+        beta = beta.unsqueeze(-1)
     scale = K**-0.5 if scale is None else scale
     decay = None if g is None else (g if g.dim() == 4 else g.unsqueeze(-1)).exp().unsqueeze(-1)
     outputs, states = [], []
@@ -106,7 +109,7 @@ def related(q, k, v, g=None, p=None, a=None, b=None, beta=None, initial_state=No
         for t in range(tokens.start, tokens.stop):
             u = v[rows, t]
             if correction == "feedback":
-                u = beta[rows, t].unsqueeze(-1) * (u - torch.einsum("bhk,bhkv->bhv", p[rows, t], S))
+                u = beta[rows, t] * (u - torch.einsum("bhk,bhkv->bhv", p[rows, t], S))
             new = torch.einsum("bhk,bhv->bhkv", k[rows, t], u)
             if correction == "low_rank":
                 read = torch.einsum("bhk,bhkv->bhv", a[rows, t], S)

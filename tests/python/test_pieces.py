@@ -12,6 +12,7 @@ from fastweight.modules import FusedRMSNormGated, L2Norm, RMSNorm, ShortConvolut
 from fastweight.modules.fused_norm_gate import rms_norm_gated, rms_norm_gated_
 from fastweight.modules.layernorm import rms_norm
 from fastweight.ops.comba.naive import naive_chunk_comba, naive_recurrent_comba
+from fastweight.ops.comba.utils import chunk_comba_cumsum_scalar_fwd
 from fastweight.ops.common import chunk_scaled_dot_kkt_fwd
 from fastweight.ops.delta_rule import naive as delta_rule_naive
 from fastweight.ops.delta_rule import wy_fast as delta_rule_wy
@@ -369,6 +370,19 @@ def test_reference_of_ttt_linear():
         assert_close("ttt", a, b, 2e-7)
 
 
+def test_references_take_one_state_for_all_rows():
+    """As fla's do: who goes through packed sequences one by one has a state without the axis of the batch."""
+    x = draw("gated_delta_rule", B=2, HV=4, dtype=torch.float32)
+    x["initial_state"] = x["initial_state"][:1].expand(2, -1, -1, -1)
+    wanted = gdn_naive.naive_recurrent_gated_delta_rule(**x)[0]
+    assert torch.equal(
+        gdn_naive.naive_recurrent_gated_delta_rule(**x | {"initial_state": x["initial_state"][0]})[0], wanted
+    )
+    x = draw_ttt(B=1, T=33, D=8, dtype=torch.float32)
+    one = {name: x[name][0] for name in ("initial_state", "initial_state_bias")}
+    assert torch.equal(chunk_ttt_linear_ref(**x | one)[0], chunk_ttt_linear_ref(**x)[0])
+
+
 # Differences to fla that are gone -----------------------------------------------------------------------------------
 
 
@@ -471,6 +485,43 @@ def test_gated_norm(shape, activation):
         for a, b in zip(torch.autograd.grad(y, asked, cotangent.to(dtype)), wanted, strict=True):
             assert a.dtype == dtype
             assert (a.double() - b).abs().max() <= tolerance * (1 + b.abs().max())
+
+
+def test_norms_without_eps():
+    x, g, weight = (torch.randn(3, 5, 8) for _ in range(3))
+    norm, gated = RMSNorm(8, eps=0), FusedRMSNormGated(8, eps=0)
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), None, 0.0))
+    torch.testing.assert_close(gated(x, g), F.rms_norm(x, (8,), None, 0.0) * F.silu(g))
+
+
+def test_gates_without_autograd():
+    """fla's inner functions of the gates; a gate that is all but shut or open has a gradient as good as any."""
+    for bound in (None, -5.0):
+        x = torch.randn(2, 7, 3, 4) * 10
+        A_log, bias, dyg = torch.rand(3), torch.randn(12), torch.randn(2, 7, 3, 4)
+        wide = leaves({"g": x, "A_log": A_log, "dt_bias": bias}, F64)
+        y = kda_gate.fused_kda_gate(**wide, lower_bound=bound, output_dtype=F64)
+        wanted = torch.autograd.grad(y, tuple(wide.values()), dyg.double())
+        assert_close("g", kda_gate.kda_gate_fwd(x, A_log, bias, bound), y, 1e-6)
+        found = kda_gate.kda_gate_bwd(x, A_log, bias, dyg, bound)
+        for name, a, b in zip(wide, found, wanted, strict=True):
+            assert_close(f"d{name}", a, b, 2e-6)
+        assert kda_gate.kda_gate_bwd(x, A_log, None, dyg, bound)[2] is None
+    x, bias, dyg = x[..., 0], bias[:3], dyg[..., 0]
+    wide = leaves({"g": x, "A_log": A_log, "dt_bias": bias}, F64)
+    y = gdn_gate.fused_gdn_gate(**wide, output_dtype=F64)
+    assert_close("g", gdn_gate.gdn_gate_fwd(x, A_log, bias), y, 1e-6)
+    wanted = torch.autograd.grad(y, tuple(wide.values()), dyg.double())
+    for a, b in zip(gdn_gate.gdn_gate_bwd(x, A_log, bias, dyg), wanted, strict=True):
+        assert_close("gradient", a, b, 2e-6)
+
+
+def test_sums_of_comba():
+    g = torch.randn(1, 40, 3)
+    for options in ({}, {"cu_seqlens": CU, "scale": 2.0}):
+        before, after = chunk_comba_cumsum_scalar_fwd(g, 16, **options)
+        torch.testing.assert_close(after, cumsum.chunk_local_cumsum(g, 16, **options))
+        torch.testing.assert_close(before, after - g * options.get("scale", 1))
 
 
 def test_modules_of_fla():

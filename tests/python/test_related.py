@@ -85,6 +85,32 @@ def test_results_and_gradients(op, function, cu_seqlens):
             assert_close(f"d{name}", value, wanted_gradients[name], threshold)
 
 
+@pytest.mark.parametrize("per_value", [False, True], ids=["beta per head", "beta per value"])
+def test_grouped_heads_of_comba(per_value):
+    x = draw("comba", B=2, H=2)
+    for name in ("v", "g", "beta"):
+        x[name] = torch.cat([x[name], x[name].roll(1, 1), x[name].roll(2, 1)], 2)
+    if per_value:
+        x["beta"] = x["beta"].unsqueeze(-1) * torch.rand(x["v"].shape, dtype=torch.float64)
+    x["initial_state"] = torch.randn(2, 6, 16, 12, dtype=torch.float64)
+    reference = leaves(x)
+    wanted = expected("comba", reference)
+    cotangents = [torch.randn_like(y) for y in wanted]
+    wanted_gradients = gradients(wanted, cotangents, reference)
+    for dtype, threshold in ((torch.float64, 1e-10), (torch.float32, 2e-5)):
+        for function in OPERATORS["comba"]:
+            inputs = leaves(x, dtype, KEEP)
+            results = call("comba", function, inputs)
+            for name, a, b in zip(("o", "final_state"), results, wanted, strict=True):
+                assert_close(name, a, b, threshold)
+            for name, value in gradients(results, cotangents, inputs).items():
+                assert_close(f"d{name}", value, wanted_gradients[name], threshold)
+        state = x["initial_state"].to(dtype, copy=True)
+        tokens = {name: value.to(dtype) for name, value in x.items() if name != "initial_state"}
+        assert_close("o of a step", ops.comba_step(**tokens, state=state), wanted[0], threshold)
+        assert_close("state", state, wanted[1], threshold)
+
+
 @pytest.mark.parametrize(("op", "function"), FORMS)
 def test_defaults(op, function):
     """Without states, and with a scale."""
@@ -216,6 +242,32 @@ def test_wide_values():
         wanted = expected(op, {name: value.double() for name, value in x.items()})
         for function in functions:
             assert_close(function.__name__, call(op, function, x)[0], wanted[0], 1e-5)
+
+
+@pytest.mark.parametrize("op", ["linear_attn", "simple_gla", "gla"])
+def test_wide_keys(op):
+    """More key channels than the library takes at once: no operator without a correction has a limit, as in fla."""
+    x = draw(op, B=2, T=20, K=300)
+    reference = leaves(x)
+    wanted = expected(op, reference)
+    cotangents = [torch.randn_like(y) for y in wanted]
+    wanted_gradients = gradients(wanted, cotangents, reference)
+    for dtype, threshold in ((torch.float64, 1e-10), (torch.bfloat16, 2e-2)):
+        for function in OPERATORS[op]:
+            inputs = leaves(x, dtype, KEEP)
+            results = call(op, function, inputs)
+            assert results[0].dtype == dtype
+            for name, a, b in zip(("o", "final_state"), results, wanted, strict=True):
+                assert_close(name, a, b, threshold)
+            for name, value in gradients(results, cotangents, inputs).items():
+                assert_close(f"d{name}", value, wanted_gradients[name], threshold)
+    if op != "linear_attn":
+        v_first = x | {"initial_state": x["initial_state"].transpose(-1, -2)}
+        o, state = call(op, OPERATORS[op][1], v_first, state_v_first=True)
+        assert_close("o", o, wanted[0], 1e-10)
+        assert_close("state", state, wanted[1].transpose(-1, -2), 1e-10)
+    with pytest.raises((ValueError, AssertionError), match=r"k: expected shape \[2, 20, 2, 300\]"):
+        call(op, OPERATORS[op][0], x | {"k": x["k"][..., :280]})
 
 
 def test_disable_recompute():

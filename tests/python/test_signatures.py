@@ -15,11 +15,11 @@ RECORDED = json.loads((pathlib.Path(__file__).parent / "fla_signatures.json").re
 # Functions that launch one kernel of fla's, and others that no user of the operators calls.
 INNER = re.compile(
     r"chunk_delta_rule_(fwd|bwd)|fused_recurrent_delta_rule_(fwd|bwd)|chunk_gated_delta_rule_(fwd|bwd)"
-    r"|fused_recurrent_(gated_delta_rule|kda|comba|dplr_delta_rule)_fwd|(gdn|kda)_gate_(fwd|bwd)"
+    r"|fused_recurrent_(gated_delta_rule|kda|comba|dplr_delta_rule)_fwd"
     r"|(fused_)?chunk_ttt_linear_(fwd|bwd).*|norm_residual|ttt_linear|ceildiv|chunk_(simple_)?gla_(fwd|bwd).*"
     r"|parallel_simple_gla_(fwd|bwd)|chunk_comba_(fwd|bwd)|gate_bound_is_safe|chunk_dplr_fwd"
     r"|chunk_generalized_iplr_delta_rule_fwd.*|(un)?pack_sequence_fwdbwd|l2norm_(fwd|bwd)|causal_conv1d_(fwd|bwd)"
-    r"|compute_dh0_triton|causal_conv1d_update_states|elu_p1|sum_norm"
+    r"|chunk_comba_cumsum_scalar_bwd|compute_dh0_triton|causal_conv1d_update_states|elu_p1|sum_norm"
 )
 # What is not here.
 ABSENT = re.compile(

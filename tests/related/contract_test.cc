@@ -14,6 +14,7 @@ std::vector<RelatedSpec> specs(RelatedOp op, int64_t T) {
   RelatedSpec options = spec_of(op, T, 33, 70, 1);
   options.state_v_first = options.p_absent = true;
   options.qk_l2norm = op == RelatedOp::kComba;
+  options.group = op == RelatedOp::kComba ? 2 : 1;
   options.g_gamma = op == RelatedOp::kSimpleGla;
   RelatedSpec wide = spec_of(op, T, 128, 128);
   wide.dtype = DType::kBF16;

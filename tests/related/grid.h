@@ -46,7 +46,13 @@ inline std::vector<RelatedSpec> variants(const RelatedSpec& plain) {
     add([](RelatedSpec& spec) { spec.qk_l2norm = true; });
     add([](RelatedSpec& spec) { spec.p_absent = true; });
     add([](RelatedSpec& spec) { spec.beta_absent = true; });
+    add([](RelatedSpec& spec) { spec.group = 3; });
+    add([](RelatedSpec& spec) { spec.beta_per_value = true; });
     add([](RelatedSpec& spec) { spec.p_absent = spec.beta_absent = spec.qk_l2norm = true; });
+    add([](RelatedSpec& spec) {
+      spec.group = 2;
+      spec.p_absent = spec.qk_l2norm = spec.beta_per_value = true;
+    });
   }
   return list;
 }

@@ -24,6 +24,8 @@ RelatedSpec random_spec(Dice& dice) {
     spec.qk_l2norm = dice.chance(40) && spec.K > 1;  // one number, normalised, has a gradient of almost nothing
     spec.p_absent = dice.chance(30);
     spec.beta_absent = dice.chance(20);
+    spec.beta_per_value = dice.chance(15);
+    spec.group = dice.pick({1, 1, 2, 3});
   }
   return spec;
 }

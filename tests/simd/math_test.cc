@@ -28,6 +28,9 @@ void exp_of(const float* x, float* y, int64_t count) {
 void sigmoid_of(const float* x, float* y, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) store(sigmoid(load(x + i)), y + i);
 }
+void sigmoid_slope_of(const float* x, float* y, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) store(sigmoid_slope(load(x + i)), y + i);
+}
 void softplus_of(const float* x, float* y, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) store(softplus(load(x + i)), y + i);
 }
@@ -45,6 +48,7 @@ HWY_TARGET_INSTANTIATE_TEST_SUITE_P(Math);
 
 HWY_EXPORT(exp_of);
 HWY_EXPORT(sigmoid_of);
+HWY_EXPORT(sigmoid_slope_of);
 HWY_EXPORT(softplus_of);
 
 using Function = void (*)(const float*, float*, int64_t);
@@ -113,6 +117,20 @@ TEST_P(Math, Sigmoid) {
   EXPECT_EQ(value_of(function, 0.0f), 0.5f);
   for (float x : {-1000.0f, -kLargest, -kInfinity}) EXPECT_EQ(value_of(function, x), 0.0f) << x;
   for (float x : {1000.0f, kLargest, kInfinity}) EXPECT_EQ(value_of(function, x), 1.0f) << x;
+  EXPECT_TRUE(std::isnan(value_of(function, kNan)));
+}
+
+TEST_P(Math, SigmoidSlope) {
+  const Function function = HWY_DYNAMIC_DISPATCH(sigmoid_slope_of);
+  const auto exact = [](double x) { return 1 / ((1 + std::exp(-x)) * (1 + std::exp(x))); };
+  EXPECT_LE(worst_ulps(function, -110, 110, exact, 0x1p-126), 4);
+  EXPECT_LE(worst_ulps(function, -20, 20, exact), 4);
+
+  EXPECT_EQ(value_of(function, 0.0f), 0.25f);
+  for (float x : {1000.0f, kLargest, kInfinity}) {
+    EXPECT_EQ(value_of(function, x), 0.0f) << x;
+    EXPECT_EQ(value_of(function, -x), 0.0f) << x;
+  }
   EXPECT_TRUE(std::isnan(value_of(function, kNan)));
 }
 

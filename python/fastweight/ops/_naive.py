@@ -21,6 +21,11 @@ def in_double(function: Callable, *tensors: Tensor | None):
     return tuple(None if x is None else x.to(device) for x in results)
 
 
+def for_all_rows(state: Tensor | None, batch: int) -> Tensor | None:
+    """An initial state `[B, H, K, V]`. As in fla, one without the axis of the batch belongs to every row of it."""
+    return None if state is None else state.expand(batch, *state.shape[-3:])
+
+
 def recurrence(
     function: Callable,
     tokens: tuple[Tensor | None, ...],
@@ -31,7 +36,7 @@ def recurrence(
 ) -> tuple[Tensor, Tensor | None]:
     """`(o, final_state)` of `function(tokens, initial_state)`: o in `dtype`, the state in fp32 unless asked in fp64.
 
-    heads_first: tokens and o are `[B, H, T, ..]`.
+    heads_first: tokens and o are `[B, H, T, ..]`. An initial state may do without the axis of the batch.
     """
 
     def run(initial_state, *tokens):
@@ -42,6 +47,7 @@ def recurrence(
 
     device = tokens[0].device
     wide = torch.promote_types(tokens[0].dtype, torch.float32)
+    initial_state = for_all_rows(initial_state, tokens[0].shape[0])
     host = [None if x is None else x.to("cpu", torch.float64) for x in (initial_state, *tokens)]
     o, state = run(*host)
     return o.to(device, dtype), state.to(device, wide) if output_final_state else None

@@ -7,4 +7,6 @@ gives the context to operators and layers as `cp_context`; models of other packa
 from .._cp import context_parallel
 from .._cp_context import CPContext, build_cp_context
 
-__all__ = ["CPContext", "build_cp_context", "context_parallel"]
+FLACPContext = CPContext  # as fla names it
+
+__all__ = ["CPContext", "FLACPContext", "build_cp_context", "context_parallel"]

@@ -47,7 +47,7 @@ constexpr Implementation<DeltaRuleMapBackwardProblem> kMapBackward[] = {
 };
 
 constexpr Implementation<DeltaRuleBackwardProblem> kRelatedBackward[] = {
-    {"chunk", no_fp64, always, chunk_backward},
+    {"chunk", no_beta_per_value, always, chunk_backward},
     {"reference", takes_all, always, reference_backward},
 };
 

@@ -20,6 +20,12 @@ HWY_INLINE Vec exp(Vec x) {
 
 HWY_INLINE Vec sigmoid(Vec x) { return hn::Div(broadcast(1.0f), hn::Add(broadcast(1.0f), exp(hn::Neg(x)))); }
 
+// sigmoid'(x) = sigmoid(x) sigmoid(-x), from which nothing cancels where the sigmoid is close to 1.
+HWY_INLINE Vec sigmoid_slope(Vec x) {
+  const Vec e = exp(hn::Neg(hn::Abs(x))), below = hn::Add(broadcast(1.0f), e);
+  return hn::Div(e, hn::Mul(below, below));
+}
+
 // log(1 + exp(x)); x itself above 20, where the difference is below fp32's resolution.
 HWY_INLINE Vec softplus(Vec x) {
   const Vec limit = broadcast(20.0f);

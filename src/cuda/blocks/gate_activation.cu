@@ -172,11 +172,17 @@ struct Gradient {
   float a_log;  // this element's term of the sum
 };
 
+// sigmoid'(x) = sigmoid(x) sigmoid(-x), from which nothing cancels where the sigmoid is close to 1.
+__device__ __forceinline__ float sigmoid_slope(float x) {
+  const float e = expf(-fabsf(x));
+  return e / ((1.0f + e) * (1.0f + e));
+}
+
 //     dx = -a sigmoid(z) dg,         dA_log: dg g
-//     dx = bound y (1 - y) a dg,     dA_log: dx z          y = sigmoid(a z)
+//     dx = bound sigmoid'(a z) a dg, dA_log: dx z
 __device__ __forceinline__ Gradient activate_adjoint(const Args& args, float z, float a, float dg) {
   if (args.form == Form::kBounded) {
-    const float y = sigmoid(a * z), dx = args.bound * (y * (1.0f - y)) * (a * dg);
+    const float dx = args.bound * sigmoid_slope(a * z) * (a * dg);
     return {dx, dx * z};
   }
   return {-(a * sigmoid(z)) * dg, -(a * softplus(z)) * dg};

@@ -1,6 +1,6 @@
 """Comba: a delta rule that predicts from the state before its decay, with a key of its own.
 
-For each sequence and head, with the state S a K x V matrix:
+For each sequence and value head, with the state S a K x V matrix:
 
     u_t = beta_t (v_t - p_t S_{t-1})
     S_t = exp(g_t) S_{t-1} + k_t^T u_t
@@ -35,19 +35,19 @@ def chunk_comba(
     Args:
         q, k: `[B, T, H, K]`, fp32, bf16, fp16 or fp64 (slow); of different types all count as the widest. K is at most
             256.
-        v: `[B, T, H, V]`.
+        v: `[B, T, HV, V]`; HV is a multiple of H, and value head h uses q, k and p of head `h // (HV // H)`.
         p: `[B, T, H, K]`; None: k.
-        g: `[B, T, H]`, the logarithm of the decay; any floating type.
-        beta: `[B, T, H]`, the step size; any floating type. None: 1.
+        g: `[B, T, HV]`, the logarithm of the decay; any floating type.
+        beta: `[B, T, HV]`, the step size, or `[B, T, HV, V]`, one per value channel; any floating type. None: 1.
         scale: factor of the output; None: `K ** -0.5`.
-        initial_state: `[N, H, K, V]`; None: zeros.
+        initial_state: `[N, HV, K, V]`; None: zeros.
         output_final_state: whether to return the state after the last token.
         use_qk_l2norm_in_kernel: q, k and p become `x / sqrt(sum(x * x) + 1e-6)`.
         cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
         cu_seqlens_cpu: accepted and not needed.
 
     Returns:
-        `(o, final_state)`: o `[B, T, H, V]` in the type of q; the final state `[N, H, K, V]` in fp32, or None.
+        `(o, final_state)`: o `[B, T, HV, V]` in the type of q; the final state `[N, HV, K, V]` in fp32, or None.
     """
     _checks.sequences(q, initial_state, cu_seqlens)
     dtype = q.dtype

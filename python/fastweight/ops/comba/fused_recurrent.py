@@ -46,8 +46,8 @@ def comba_step(
 
     Args:
         q, k: `[B, T, H, K]`; T is 1 for one token per sequence.
-        v: `[B, T, H, V]`.
-        state: `[slots, H, K, V]` fp32 or bf16, fp64 where q is (`[slots, H, V, K]` with `state_v_first`), read and
+        v: `[B, T, HV, V]`.
+        state: `[slots, HV, K, V]` fp32 or bf16, fp64 where q is (`[slots, HV, V, K]` with `state_v_first`), read and
             written.
         state_indices: `[N]` int32 or int64, the slot of each sequence, none twice; -1 skips a sequence: no state
             changes and its o is 0. None: sequence n has slot n, and `slots` is N.
@@ -55,7 +55,7 @@ def comba_step(
     The other arguments are those of `chunk_comba`.
 
     Returns:
-        o `[B, T, H, V]` in the type of q.
+        o `[B, T, HV, V]` in the type of q.
     """
     options = (scale, CHUNK_SIZE, state_v_first, use_qk_l2norm_in_kernel)
     return _related.comba.step(state, state_indices, (q, k, v, p, g, beta, None, cu_seqlens), options)

@@ -22,6 +22,19 @@ def fused_gdn_gate(
     return _gate.activation(g, A_log, dt_bias, None, output_dtype, 1)
 
 
+@torch.no_grad()
+def gdn_gate_fwd(
+    g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """`fused_gdn_gate` without a gradient."""
+    return fused_gdn_gate(g, A_log, dt_bias, output_dtype)
+
+
+def gdn_gate_bwd(g: Tensor, A_log: Tensor, dt_bias: Tensor | None, dyg: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of g, A_log and dt_bias (None without it) from that of the gate."""
+    return _gate.adjoint(g, A_log, dt_bias, None, dyg, 1)
+
+
 def gdn_gate_chunk_cumsum(
     g: Tensor,
     A_log: Tensor,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ... import _checks, _related
 from ..._delta_rule import NONE, PER_CHANNEL, PER_HEAD
 from .._reverse import in_order
 
+MOST_KEYS = 256  # channels of a call of the library
 CHUNK_SIZE = 64  # shows in nothing but where a sequence may be cut without changing a bit
 
 
@@ -33,6 +35,10 @@ def forward(
     """(o, final_state); o in the type of q."""
     _checks.sequences(q, initial_state, cu_seqlens)
     dtype, gate = q.dtype, gate_of(g, g_gamma)
+    if q.shape[-1] > MOST_KEYS:
+        return _in_ranges(
+            q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens, reverse
+        )
     q, k, v = _checks.any_dtype(q, k, v)
 
     def run(tokens, initial_state, cu_seqlens):
@@ -41,3 +47,25 @@ def forward(
 
     o, final_state = in_order(run, (q, k, v, g), initial_state, cu_seqlens, reverse)
     return o.to(dtype), final_state
+
+
+def _in_ranges(q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens, reverse):
+    """Channels of keys do not touch each other: `forward` of one range of them after the other, whose outputs are added
+    before anything is rounded to 16 bits."""
+    K, axis = q.shape[-1], -1 if state_v_first else -2
+    if k.shape != q.shape:
+        raise ValueError(f"k: expected shape {list(q.shape)}, got {list(k.shape)}")
+    scale = K**-0.5 if scale is None else scale
+    wide = torch.promote_types(q.dtype, torch.float32)
+    outputs, states = [], []
+    for first in range(0, K, MOST_KEYS):
+        count = min(MOST_KEYS, K - first)
+        keys = (q.narrow(-1, first, count).to(wide), k.narrow(-1, first, count))
+        decay = g.narrow(-1, first, count) if gate_of(g) == PER_CHANNEL else g
+        start = None if initial_state is None else initial_state.narrow(axis, first, count)
+        o, state = forward(
+            *keys, v, decay, g_gamma, scale, start, output_final_state, state_v_first, cu_seqlens, reverse
+        )
+        outputs.append(o)
+        states.append(state)
+    return sum(outputs).to(q.dtype), torch.cat(states, axis) if output_final_state else None

@@ -30,8 +30,7 @@ def chunk_gla(
     """GLA over whole sequences, on the CPU, with gradients.
 
     Args:
-        q, k: `[B, T, H, K]`, fp32, bf16, fp16 or fp64 (slow); of different types all count as the widest. K is at most
-            256.
+        q, k: `[B, T, H, K]`, fp32, bf16, fp16 or fp64 (slow); of different types all count as the widest.
         v: `[B, T, H, V]`.
         g: `[B, T, H, K]`, the logarithm of the decay; any floating type.
         scale: factor of the output; None: `K ** -0.5`.

@@ -30,6 +30,29 @@ def fused_kda_gate(
     return _gate.activation(g, A_log, dt_bias, lower_bound, output_dtype, 2)
 
 
+@torch.no_grad()
+def kda_gate_fwd(
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`fused_kda_gate` without a gradient."""
+    return fused_kda_gate(g, A_log, dt_bias, lower_bound, output_dtype)
+
+
+def kda_gate_bwd(
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dyg: Tensor | None = None,
+    lower_bound: float | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of g, A_log and dt_bias, None where there is none of these, from that of the gate."""
+    return _gate.adjoint(g, A_log, dt_bias, lower_bound, dyg, 2)
+
+
 def kda_gate_chunk_cumsum(
     g: Tensor,
     A_log: Tensor | None,

@@ -27,8 +27,7 @@ def chunk_linear_attn(
     """Linear attention over whole sequences, on the CPU, with gradients.
 
     Args:
-        q, k: `[B, T, H, K]`, fp32, bf16, fp16 or fp64 (slow); of different types all count as the widest. K is at most
-            256.
+        q, k: `[B, T, H, K]`, fp32, bf16, fp16 or fp64 (slow); of different types all count as the widest.
         v: `[B, T, H, V]`.
         scale: factor of the output; None: `K ** -0.5`.
         initial_state: `[N, H, K, V]`; normalised also `(state, z)` with z `[N, 1, H, K]`, the sum of earlier keys.

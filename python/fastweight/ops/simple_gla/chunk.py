@@ -33,8 +33,7 @@ def chunk_simple_gla(
     """Simple GLA over whole sequences, on the CPU, with gradients; linear attention without g and g_gamma.
 
     Args:
-        q, k: `[B, T, H, K]`, fp32, bf16, fp16 or fp64 (slow); of different types all count as the widest. K is at most
-            256.
+        q, k: `[B, T, H, K]`, fp32, bf16, fp16 or fp64 (slow); of different types all count as the widest.
         v: `[B, T, H, V]`.
         g: `[B, T, H]`, the logarithm of the decay; any floating type.
         g_gamma: `[H]`, in place of g: the logarithm of a decay that all tokens share. It has no gradient.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._naive import in_double
+from .._naive import for_all_rows, in_double
 from .chunk import chunk_ttt_linear
 
 
@@ -32,5 +32,6 @@ def chunk_ttt_linear_ref(
         return chunk_ttt_linear(q, k, v, w, b, eta, scale, eps, mini_batch_size, state, bias, output_final_state)
 
     wide = torch.promote_types(q.dtype, torch.float32)
-    results = in_double(run, q, k, v, w, b, eta, initial_state, initial_state_bias)
+    states = (for_all_rows(state, q.shape[0]) for state in (initial_state, initial_state_bias))
+    results = in_double(run, q, k, v, w, b, eta, *states)
     return tuple(None if x is None else x.to(wide) for x in results)
