@@ -1,10 +1,11 @@
 // The entry chunk_sm90, forward in the chunk form on Hopper: what it takes, its tensor maps and its launches. The factors
-// are those of chunk_16bit; the scan: scan.cuh.
+// are those of chunk_16bit; the scans: scan.cuh and scan_per_channel.cuh.
 #include <limits>
 #include <string>
 
 #include "cuda/delta_rule/chunk_16bit/setup.h"
 #include "cuda/delta_rule/chunk_sm90/scan.h"
+#include "cuda/delta_rule/chunk_sm90/scan_per_channel.h"
 #include "cuda/delta_rule/kernels.h"
 
 namespace fastweight::cuda::chunk_sm90 {
@@ -19,17 +20,40 @@ bool fits_places(const DeltaRuleForwardProblem& problem, int64_t num_chunks) {
   return problem.sizes.tokens <= kMost && num_chunks * problem.sizes.num_value_heads <= kMost;
 }
 
-ScanMaps scan_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
-  const auto rows = [](const TensorView& x) { return token_map(x, kChunkRows, 64, Swizzle::k128); };
-  const DType dtype = call.in.k.dtype;
+TensorMap rows_map(const TensorView& x) { return token_map(x, kChunkRows, 64, Swizzle::k128); }
+
+// Pairs of a chunk and a value head that there is scratch memory for.
+int64_t count_items(const ChunkArgs& args) {
   const int64_t chunks = args.factors_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
-  const int64_t items = chunks * args.problem.num_value_heads;
-  return {rows(call.in.k),
-          rows(call.in.q),
-          rows(call.in.v),
-          rows(call.o),
+  return chunks * args.problem.num_value_heads;
+}
+
+ScanMaps scan_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
+  const DType dtype = call.in.k.dtype;
+  const int64_t items = count_items(args);
+  return {rows_map(call.in.k),
+          rows_map(call.in.q),
+          rows_map(call.in.v),
+          rows_map(call.o),
           lower_map(args.factors.J, dtype, items),
           lower_map(args.factors.sP, dtype, items)};
+}
+
+TensorMap copies_map(const uint16_t* copies, DType dtype, int64_t items) {
+  return tensor_map({.data = copies,
+                     .dtype = dtype,
+                     .rank = 4,
+                     .sizes = {kWidth, kChunkRows, kKeyCopies, items},
+                     .strides = {1, kWidth, kChunkRows * kWidth, kKeyCopies * kChunkRows * kWidth},
+                     .box = {64, kChunkRows, 1, 1},
+                     .swizzle = Swizzle::k128});
+}
+
+ChannelScanMaps channel_scan_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
+  const DType dtype = call.in.k.dtype;
+  const int64_t items = count_items(args);
+  return {copies_map(args.factors.keys, dtype, items), rows_map(call.in.v), rows_map(call.o),
+          lower_map(args.factors.J, dtype, items), lower_map(args.factors.sP, dtype, items)};
 }
 
 // Few heads: narrow blocks, as long as each has a multiprocessor of its own.
@@ -60,7 +84,6 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   if (!reason.empty()) return reason;
   if (device_attribute(cudaDevAttrComputeCapabilityMajor, in.q.device.index) != 9)
     return "needs compute capability 9.0";
-  if (chunk_16bit::has_decay_per_channel(problem)) return "decays must be numbers per token";
   if (sizes.head_dim_k <= kWidth / 2 || sizes.head_dim_k > kWidth || sizes.head_dim_v <= kWidth / 2 ||
       sizes.head_dim_v > kWidth) {
     return "K and V must be from 65 to 128";
@@ -70,7 +93,8 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   }
   const auto sequences = device_sequences(in.cu_seqlens, sizes.num_sequences, sizes.tokens);
   if (!fits_places(problem, max_chunks(sequences, problem.args.options.chunk_size))) return "too many tokens";
-  return lacks_shared_memory(scan_bytes(), in.q.device.index);
+  const bool per_channel = chunk_16bit::has_decay_per_channel(problem);
+  return lacks_shared_memory(per_channel ? channel_scan_bytes() : scan_bytes(), in.q.device.index);
 }
 
 std::string config_text(const DeltaRuleForwardProblem& problem) {
@@ -80,6 +104,14 @@ std::string config_text(const DeltaRuleForwardProblem& problem) {
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
   const int columns = columns_of(problem);
+  if (chunk_16bit::has_decay_per_channel(problem)) {
+    chunk_16bit::forward_in_windows(problem, context, [&](const ChunkArgs& args) {
+      const ChannelScanMaps maps = args.num_chunks > 0 ? channel_scan_maps(problem.args, args) : ChannelScanMaps{};
+      args.problem.k.dtype == DType::kBF16 ? launch_channel_scan<DType::kBF16>(args, maps, columns, context)
+                                           : launch_channel_scan<DType::kF16>(args, maps, columns, context);
+    });
+    return;
+  }
   chunk_16bit::forward_in_windows(problem, context, [&](const ChunkArgs& args) {
     const ScanMaps maps = args.num_chunks > 0 ? scan_maps(problem.args, args) : ScanMaps{};
     if (args.problem.k.dtype == DType::kBF16) {
