@@ -1,9 +1,11 @@
-// The entry chunk_sm90, forward in the chunk form on Hopper: what it takes, its tensor maps and its launches. The factors
-// are those of chunk_16bit; the scans: scan.cuh and scan_per_channel.cuh.
+// The entry chunk_sm90, forward in the chunk form on Hopper: what it takes, its tensor maps and its launches. The scan:
+// scan.cuh, with the factors of chunk_16bit. With decays per channel: factors_per_channel.cu and scan_per_channel.cuh.
+#include <algorithm>
 #include <limits>
 #include <string>
 
 #include "cuda/delta_rule/chunk_16bit/setup.h"
+#include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 #include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/delta_rule/chunk_sm90/scan_per_channel.h"
 #include "cuda/delta_rule/kernels.h"
@@ -56,6 +58,13 @@ ChannelScanMaps channel_scan_maps(const DeltaRuleForward& call, const ChunkArgs&
           lower_map(args.factors.J, dtype, items), lower_map(args.factors.sP, dtype, items)};
 }
 
+FactorMaps factor_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
+  const DeltaRuleInputs& in = call.in;
+  const bool has_g = in.g.dtype == in.k.dtype && has_token_map(in.g);
+  return {rows_map(in.k), rows_map(in.q), has_g ? rows_map(in.g) : TensorMap{},
+          copies_map(args.factors.keys, in.k.dtype, count_items(args)), has_g};
+}
+
 // Few heads: narrow blocks, as long as each has a multiprocessor of its own.
 int columns_of(const DeltaRuleForwardProblem& problem) {
   const int64_t heads = problem.sizes.num_sequences * problem.sizes.num_value_heads;
@@ -94,7 +103,8 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   const auto sequences = device_sequences(in.cu_seqlens, sizes.num_sequences, sizes.tokens);
   if (!fits_places(problem, max_chunks(sequences, problem.args.options.chunk_size))) return "too many tokens";
   const bool per_channel = chunk_16bit::has_decay_per_channel(problem);
-  return lacks_shared_memory(per_channel ? channel_scan_bytes() : scan_bytes(), in.q.device.index);
+  return lacks_shared_memory(per_channel ? std::max(channel_scan_bytes(), channel_factors_bytes()) : scan_bytes(),
+                             in.q.device.index);
 }
 
 std::string config_text(const DeltaRuleForwardProblem& problem) {
@@ -106,6 +116,7 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
   const int columns = columns_of(problem);
   if (chunk_16bit::has_decay_per_channel(problem)) {
     chunk_16bit::forward_in_windows(problem, context, [&](const ChunkArgs& args) {
+      if (args.num_chunks > 0) launch_channel_factors(args, factor_maps(problem.args, args), context);
       const ChannelScanMaps maps = args.num_chunks > 0 ? channel_scan_maps(problem.args, args) : ChannelScanMaps{};
       args.problem.k.dtype == DType::kBF16 ? launch_channel_scan<DType::kBF16>(args, maps, columns, context)
                                            : launch_channel_scan<DType::kF16>(args, maps, columns, context);
@@ -113,6 +124,7 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
     return;
   }
   chunk_16bit::forward_in_windows(problem, context, [&](const ChunkArgs& args) {
+    chunk_16bit::compute_factors(problem, args, context);
     const ScanMaps maps = args.num_chunks > 0 ? scan_maps(problem.args, args) : ScanMaps{};
     if (args.problem.k.dtype == DType::kBF16) {
       launch_scan<DType::kBF16>(args, maps, columns, context);
