@@ -1,15 +1,15 @@
 // The factors of the chunk form with one decay per key channel, for K <= 128: what chunk_16bit/factors_per_channel.cu
 // makes, with fewer instructions. See ../chunk.cuh for the equations.
 //
-// One block of 16 warps per (chunk, value head). TMA brings the rows of k and q, and those of the gates where it can. A
-// thread has two channels of eight rows, of which its registers have the running sums of log2 of the decays. In tiles of
-// 16 rows, with the sums c_i since the tile's start, c of the whole tile,
+// One block of eight warps per (chunk, value head), three of them on a multiprocessor: what binds are instructions, and the
+// time until TMA has brought the rows of k and q, and those of the gates where it can. A thread has two channels of a tile
+// of 16 rows, of which its registers have the running sums c_i of log2 of the decays, c for the whole tile. Then
 //
 //     A  = beta rising_k falling^T,     sP = scale rising_q falling^T     (k and q with the factors of their norms)
 //
 // where rising and falling rows hold their decays from, and to, an anchor between them:
 //
-//     all rows mild     the start of the chunk:    rising_i = k_i 2^(before + c_i)    falling_j = k_j 2^-(before + c_j)
+//     all tiles mild    the start of the chunk:    rising_i = k_i 2^(before + c_i)    falling_j = k_j 2^-(before + c_j)
 //     otherwise         two for a tile:            rising_i = k_i 2^c_i               falling_j = k_j 2^(c - c_j)
 //
 // With one anchor the rising rows are the scan's copies of k and q, and products of tiles are products. With two, tiles
@@ -37,13 +37,11 @@ using chunk_16bit::kLog2E;
 using chunk_16bit::kPitchOfA;
 using chunk_16bit::kPitchOfJ;
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 constexpr int kRows = 16;  // of a tile
 constexpr int kTiles = kChunkRows / kRows;
-constexpr int kOwn = 8;  // rows of a thread, half a tile
-constexpr int kPieces = kChunkRows / kOwn;
 constexpr int kPairs = kWidth / 2;  // of channels
-static_assert(kPieces * kPairs == kThreads && 2 * kOwn == kRows);
+static_assert(kTiles * kPairs == kThreads);
 
 using KeyRows = PanelTile<kChunkRows, kWidth>;
 using KeyMemory = unsigned char[KeyRows::kBytes];
@@ -67,27 +65,27 @@ __device__ __forceinline__ Item item_of_block(const ChunkArgs& args) {
 }
 
 struct alignas(1024) Shared {
-  KeyMemory k;  // then rising
-  KeyMemory q;  // then rising
   union {
     struct {
-      KeyMemory writer;   // with one anchor: the copy for the scan
+      KeyMemory k;  // then rising
+      KeyMemory q;  // then rising
+    };
+    alignas(16) float J[kChunkRows * kPitchOfJ];  // once A is complete
+  };
+  union {
+    struct {
       KeyMemory falling;  // the gates, before
+      alignas(16) float A[kChunkRows * kPitchOfA];
     };
     alignas(16) float log2_decay[kChunkRows * kWidth];  // before, for strong tiles
-    struct {
-      KeyMemory above_J;
-      alignas(16) float J[kChunkRows * kPitchOfJ];  // once A is complete, over `falling` and the first of `total`
-    };
   };
-  alignas(16) float total[kPieces * kWidth];   // the sums of eight rows
+  alignas(16) float total[kTiles * kWidth];    // c of the tiles
   alignas(16) float between[kTiles][kWidth];   // factors of falling rows: 2^c of tiles 1, 2, and of both
   alignas(16) float inverse[kTiles * kWidth];  // 2^-c
-  alignas(16) float A[kChunkRows * kPitchOfA];
-  float2 on_rows[kChunkRows];  // the factors of k and q: of the norms, and scale
+  float2 on_rows[kChunkRows];                  // the factors of k and q: of the norms, and scale
   float rstd_q[kChunkRows];
   float beta[kChunkRows];
-  bool apart;           // a row is not mild
+  bool apart;           // a tile is not mild
   bool strong[kTiles];  // a tile is strong
   Item item;
   TransactionBarrier filled;
@@ -97,23 +95,23 @@ __device__ __forceinline__ uint16_t* sP_of(const ChunkArgs& args, const Shared& 
   return args.factors.sP + s.item.factors * kChunkRows * kChunkRows;
 }
 
-// The most that sums may fall, in log2: of eight mild rows, so that eight times as much stays in the range of the operands;
-// and of a tile that is not strong. bf16 has the exponents of fp32, enough for 16 tokens with g = -5; fp16 has few.
+// The most that c may fall, in log2: of a mild tile, so that four of them stay in the range of the operands; and of one
+// that is not strong. bf16 has the exponents of fp32, enough for 16 tokens with g = -5; fp16 has few.
 template <DType kType>
-inline constexpr float kMild = kType == DType::kBF16 ? -14.0f : -0.5f;
+inline constexpr float kMild = kType == DType::kBF16 ? -28.0f : -1.0f;
 template <DType kType>
 inline constexpr float kStrong = kType == DType::kBF16 ? -117.0f : -4.0f;
 
-// What a thread has: channels `channel` and `channel + 1` of rows [top, top + 8).
+// What a thread has: channels `channel` and `channel + 1` of rows [top, top + 16).
 struct Place {
-  int piece, channel, top, tile;
+  int tile, channel, top;
 
   __device__ __forceinline__ explicit Place(int thread)
-      : piece(thread / kPairs), channel(thread % kPairs * 2), top(kOwn * piece), tile(piece / 2) {}
+      : tile(thread / kPairs), channel(thread % kPairs * 2), top(kRows * tile) {}
 };
 
-using Pairs = uint32_t[kOwn];
-using Sums = float2[kOwn];
+using Pairs = uint32_t[kRows];
+using Sums = float2[kRows];
 
 // Where KeyRows has a channel of a row.
 __device__ __forceinline__ int key_offset(int row, int channel) {
@@ -123,7 +121,7 @@ __device__ __forceinline__ int key_offset(int row, int channel) {
 }
 // Of row `top + i` of a thread: top is a multiple of 8.
 __device__ __forceinline__ int key_offset(const Place& own, int i) {
-  return (key_offset(own.top, own.channel) ^ i * 16) + i * KeyRows::kRowBytes;
+  return (key_offset(own.top, own.channel) ^ i % 8 * 16) + i * KeyRows::kRowBytes;
 }
 __device__ __forceinline__ uint32_t& pair_at(unsigned char* rows, int offset) {
   return *reinterpret_cast<uint32_t*>(rows + offset);
@@ -148,10 +146,9 @@ __device__ __forceinline__ void start_loads(const ChunkArgs& args, const FactorM
   load(s.q, maps.q, item.head / args.problem.group);
 }
 
-// By eight warps: the rows' norms are the diagonals of k k^T and q q^T. All are 1 unless the option asks.
+// The rows' norms are the diagonals of k k^T and q q^T. All are 1 unless the option asks.
 template <DType kType>
 __device__ __forceinline__ void norms(Shared& s, const DeltaRuleDeviceProblem& p, int warp, int lane) {
-  if (warp >= 2 * kTiles) return;
   const bool of_k = warp < kTiles;
   const KeyRows rows(of_k ? s.k : s.q);
   float sums[2][4] = {};
@@ -170,7 +167,7 @@ __device__ __forceinline__ void norms(Shared& s, const DeltaRuleDeviceProblem& p
   for (int n = 0; n < 2; ++n) {
     const int row = kRows * (warp % kTiles) + 8 * n + lane / 4;
     const float squares = lane / 4 % 2 == 0 ? sums[n][2 * n] : sums[n][2 * n + 1];
-    const float rstd = p.qk_l2norm ? 1.0f / sqrtf(squares + kL2NormEps) : 1.0f;
+    const float rstd = p.qk_l2norm ? rsqrt_approx(squares + kL2NormEps) : 1.0f;
     if (of_k) {
       s.on_rows[row].x = rstd;
     } else {
@@ -192,23 +189,23 @@ __device__ __forceinline__ void load_gates(const DeviceTensor& g, const ChunkSpa
     if (!g.aligned_vec4) {
       const int64_t next = own.channel + 1 < K ? byte_offset(kType, g.strides[3]) : 0;
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i, from += step) {
+      for (int i = 0; i < kRows; ++i, from += step) {
         x[i] = make_float2(0, 0);
         if (i < rows) x[i] = make_float2(load_float(from, kType, 0), load_float(from + next, kType, 0));
       }
     } else if constexpr (kType == DType::kF32) {
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i, from += step) {
+      for (int i = 0; i < kRows; ++i, from += step) {
         x[i] = i < rows ? *reinterpret_cast<const float2*>(from) : make_float2(0, 0);
       }
     } else {
       Pairs pairs;
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i, from += step) {
+      for (int i = 0; i < kRows; ++i, from += step) {
         pairs[i] = i < rows ? *reinterpret_cast<const uint32_t*>(from) : 0;
       }
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) x[i] = unpack<kType>(pairs[i]);
+      for (int i = 0; i < kRows; ++i) x[i] = unpack<kType>(pairs[i]);
     }
   });
 }
@@ -251,7 +248,7 @@ __device__ __forceinline__ void read_gates(Shared& s, const DeltaRuleDeviceProbl
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) x[i] = unpack<kType>(pair_at(s.falling, key_offset(own, i)));
+  for (int i = 0; i < kRows; ++i) x[i] = unpack<kType>(pair_at(s.falling, key_offset(own, i)));
 }
 
 // Their running sums in place of the gates. Rows beyond the tokens, and channels beyond K, have no decay. Returns whether
@@ -263,7 +260,7 @@ __device__ __forceinline__ bool sum_gates(const DeltaRuleDeviceProblem& p, const
     constexpr GateKind kKind = decltype(kind)::value;
     float2 sum = make_float2(0, 0);
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const float x = log2_of<kKind>(gate, gate.bias.x, c[i].x), y = log2_of<kKind>(gate, gate.bias.y, c[i].y);
       sum.x += x;
       sum.y += y;
@@ -272,10 +269,10 @@ __device__ __forceinline__ bool sum_gates(const DeltaRuleDeviceProblem& p, const
     }
   });
   const int first = own.channel < p.head_dim_k ? rows : 0, second = own.channel + 1 < p.head_dim_k ? rows : 0;
-  if (second < kOwn) {
+  if (second < kRows) {
     float2 sum = make_float2(0, 0);
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       sum = make_float2(i < first ? c[i].x : sum.x, i < second ? c[i].y : sum.y);
       c[i] = sum;
     }
@@ -295,67 +292,56 @@ __device__ __forceinline__ uint32_t pack(float2 x) {
   return fastweight::cuda::pack<kType>(x.x, x.y);
 }
 
-__device__ __forceinline__ float2 total_at(const Shared& s, int piece, const Place& own) {
-  return *reinterpret_cast<const float2*>(s.total + piece * kWidth + own.channel);
-}
 // c of a tile.
-__device__ __forceinline__ float2 whole_tile(const Shared& s, int tile, const Place& own) {
-  return total_at(s, 2 * tile, own) + total_at(s, 2 * tile + 1, own);
+__device__ __forceinline__ float2 total_at(const Shared& s, int tile, const Place& own) {
+  return *reinterpret_cast<const float2*>(s.total + tile * kWidth + own.channel);
 }
 
-// The rows of both sides of the products, and the scan's three copies of the keys: with one anchor in shared memory, else
-// to memory.
+// The rows of both sides of the products, and the scan's three copies of the keys; with one anchor the rising rows are two
+// of them.
 template <DType kType, bool kOneAnchor>
 __device__ __forceinline__ void scale_rows(Shared& s, const ChunkArgs& args, int64_t item, const Place& own,
                                            const Sums& c) {
-  float2 before = make_float2(0, 0), after = make_float2(0, 0), whole = make_float2(0, 0);  // of tiles; its own
+  float2 before = make_float2(0, 0), after = make_float2(0, 0);  // the whole tiles on either side
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
-    const float2 of_tile = whole_tile(s, t, own);
-    if (t < own.tile) before = before + of_tile;
-    if (t == own.tile) whole = of_tile;
-    if (t > own.tile) after = after + of_tile;
+    if (t < own.tile) before = before + total_at(s, t, own);
+    if (t > own.tile) after = after + total_at(s, t, own);
   }
-  const float2 all = before + whole + after;
-  // What the thread's sums lack of c_i, and of the sums since the anchor.
-  const float2 above = own.piece % 2 == 0 ? make_float2(0, 0) : total_at(s, own.piece - 1, own);
-  const float2 rise = kOneAnchor ? before + above : above;
+  const float2 whole = total_at(s, own.tile, own), all = before + whole + after;
   const float2 on_reads = exp2_approx(before), on_write = exp2_approx(kOneAnchor ? all : after);
   uint16_t* to = args.factors.keys + (item * kKeyCopies * kChunkRows + own.top) * kWidth + own.channel;
   const auto store = [&](KeyCopy copy, int i, float2 x) {
     *reinterpret_cast<uint32_t*>(to + (copy * kChunkRows + i) * kWidth) = pack<kType>(x);
   };
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
+  for (int i = 0; i < kRows; ++i) {
     const int at = key_offset(own, i);
-    const float2 sum = rise + c[i], on = s.on_rows[own.top + i];
+    const float2 sum = kOneAnchor ? before + c[i] : c[i], on = s.on_rows[own.top + i];
     const float2 up = exp2_approx(sum), down = exp2_approx(kOneAnchor ? make_float2(-sum.x, -sum.y) : whole - sum);
     const float2 key = on.x * unpack<kType>(pair_at(s.k, at)), query = on.y * unpack<kType>(pair_at(s.q, at));
     const float2 on_k = up * key, on_q = up * query, written = down * key;
     pair_at(s.k, at) = pack<kType>(on_k);
     pair_at(s.q, at) = pack<kType>(on_q);
     pair_at(s.falling, at) = pack<kType>(written);
-    if constexpr (kOneAnchor) {
-      pair_at(s.writer, at) = pack<kType>(on_write * written);
-    } else {
+    store(kWriter, i, on_write * written);
+    if constexpr (!kOneAnchor) {
       store(kReader, i, on_reads * on_k);
       store(kQuery, i, on_reads * on_q);
-      store(kWriter, i, on_write * written);
     }
   }
-  if (own.piece == kPieces - 1) {
+  if (own.tile == kTiles - 1) {
     *reinterpret_cast<float2*>(args.factors.total + item * kWidth + own.channel) = exp2_approx(all);
   }
   if constexpr (!kOneAnchor) {
-    if (own.piece % 2 == 0) return;
     *reinterpret_cast<float2*>(s.inverse + own.tile * kWidth + own.channel) = exp2_approx(make_float2(0, 0) - whole);
     // Tiles 1 and 2 themselves, and in the place of tile 3 both.
-    const float2 between = own.tile < 3 ? whole : whole_tile(s, 1, own) + whole_tile(s, 2, own);
+    const float2 between = own.tile < 3 ? whole : total_at(s, 1, own) + total_at(s, 2, own);
     *reinterpret_cast<float2*>(s.between[own.tile] + own.channel) = exp2_approx(between);
   }
 }
 
-// By one thread: the copies of one anchor to memory.
+// By one thread: the rising rows of one anchor to memory.
 __device__ __forceinline__ void store_copies(Shared& s, const FactorMaps& maps, int item) {
   const auto store = [&](const KeyMemory& memory, KeyCopy copy) {
     const KeyRows rows(memory);
@@ -366,7 +352,6 @@ __device__ __forceinline__ void store_copies(Shared& s, const FactorMaps& maps, 
   };
   store(s.k, kReader);
   store(s.q, kQuery);
-  store(s.writer, kWriter);
   commit_stores();
 }
 
@@ -405,43 +390,42 @@ __device__ __forceinline__ void make_strong(Shared& s, const ChunkArgs& args, in
     return *reinterpret_cast<float2*>(s.log2_decay + (own.top + i) * kWidth + own.channel);
   };
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) log2_decay(i) = i == 0 ? c[0] : c[i] - c[i - 1];
+  for (int i = 0; i < kRows; ++i) log2_decay(i) = i == 0 ? c[0] : c[i] - c[i - 1];
   __syncthreads();
   const int tile = warp % kTiles, top = kRows * tile, j = lane % kRows;
-  if (warp < 2 * kTiles && s.strong[tile]) {
-    const bool of_A = warp < kTiles;
-    uint16_t* sP = sP_of(args, s);
-    float sums[kRows] = {};
-    sum_strong<kType>(s, of_A ? s.k : s.q, tile, lane, sums);
+  const bool of_A = warp < kTiles;
+  float sums[kRows] = {};
+  if (s.strong[tile]) sum_strong<kType>(s, of_A ? s.k : s.q, tile, lane, sums);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const float x = s.on_rows[top + j].x * (sums[i] + __shfl_xor_sync(kAllLanes, sums[i], kRows));
-      const float2 on = s.on_rows[top + i];
-      if (lane >= kRows) continue;
-      if (of_A) {
-        s.A[(top + j) * kPitchOfA + top + i] = s.beta[top + i] * on.x * x;
-      } else {
-        sP[(top + i) * kChunkRows + top + j] = static_cast<uint16_t>(fastweight::cuda::pack<kType>(on.y * x, 0.0f));
-      }
+  for (int i = 0; i < kRows; ++i) c[i] = i == 0 ? log2_decay(0) : c[i - 1] + log2_decay(i);
+  __syncthreads();  // A lies where the decays were
+  if (!s.strong[tile]) return;
+  uint16_t* sP = sP_of(args, s);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const float x = s.on_rows[top + j].x * (sums[i] + __shfl_xor_sync(kAllLanes, sums[i], kRows));
+    const float2 on = s.on_rows[top + i];
+    if (lane >= kRows) continue;
+    if (of_A) {
+      s.A[(top + j) * kPitchOfA + top + i] = s.beta[top + i] * on.x * x;
+    } else {
+      sP[(top + i) * kChunkRows + top + j] = static_cast<uint16_t>(fastweight::cuda::pack<kType>(on.y * x, 0.0f));
     }
   }
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) c[i] = i == 0 ? log2_decay(0) : c[i - 1] + log2_decay(i);
-  __syncthreads();
 }
 
-// Tile (row, column) of A and sP, by one warp. `factor`, one per channel, belongs to the falling rows; null: 1.
-template <DType kType>
+// Tile (row, column) of A and sP, by one warp. `factor`, one per channel, belongs to the falling rows.
+template <DType kType, bool kFactor>
 __device__ __forceinline__ void make_tile(Shared& s, int row, int column, const float* factor, int lane, uint16_t* sP) {
   const KeyRows rising_k(s.k), rising_q(s.q), falling(s.falling);
   float a_sum[2][4] = {}, p_sum[2][4] = {};
-#pragma unroll 4
+#pragma unroll
   for (int m = 0; m < kWidth / 16; ++m) {
     uint32_t k_rows[4], q_rows[4], b[4];
     rising_k.load_a(kRows * row, m, lane, k_rows);
     rising_q.load_a(kRows * row, m, lane, q_rows);
     falling.load_b(kRows * column, m, lane, b);
-    if (factor != nullptr) {
+    if constexpr (kFactor) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // channels 2t, 2t + 1 and 2t + 8, 2t + 9 of both halves of the columns
         const float2 d = *reinterpret_cast<const float2*>(factor + 16 * m + 8 * h + 2 * (lane % 4));
@@ -468,17 +452,26 @@ __device__ __forceinline__ void make_tile(Shared& s, int row, int column, const 
   }
 }
 
-// The ten tiles on and below the diagonal, each by a warp.
+// The ten tiles on and below the diagonal, by eight warps. With two anchors: four on the diagonal, three with tiles between,
+// and those with none.
 template <DType kType>
 __device__ __forceinline__ void make_tiles(Shared& s, const ChunkArgs& args, int warp, int lane) {
-  if (warp >= 10) return;
-  const int row = warp < 4 ? 3 : warp < 7 ? 2 : warp < 9 ? 1 : 0;
-  const int column = warp - (warp < 4 ? 0 : warp < 7 ? 4 : warp < 9 ? 7 : 9);
-  if (row == column && s.strong[row]) return;
-  const float* factor = nullptr;
-  if (s.apart && row == column) factor = s.inverse + row * kWidth;
-  if (s.apart && row > column + 1) factor = s.between[row == 3 && column == 0 ? 3 : column + 1];
-  make_tile<kType>(s, row, column, factor, lane, sP_of(args, s));
+  uint16_t* sP = sP_of(args, s);
+  if (!s.apart) {
+#pragma unroll 1
+    for (int at = warp; at < 10; at += kWarps) {
+      const int row = at < 4 ? 3 : at < 7 ? 2 : at < 9 ? 1 : 0, column = at - (at < 4 ? 0 : at < 7 ? 4 : at < 9 ? 7 : 9);
+      make_tile<kType, false>(s, row, column, nullptr, lane, sP);
+    }
+  } else if (warp < 4) {
+    if (!s.strong[warp]) make_tile<kType, true>(s, warp, warp, s.inverse + warp * kWidth, lane, sP);
+  } else if (warp < 7) {
+    const int row = warp == 4 ? 2 : 3, column = warp == 6 ? 1 : 0;
+    make_tile<kType, true>(s, row, column, s.between[warp == 4 ? 1 : warp == 5 ? 3 : 2], lane, sP);
+  } else {
+#pragma unroll 1
+    for (int row = 1; row < kTiles; ++row) make_tile<kType, false>(s, row, row - 1, nullptr, lane, sP);
+  }
 }
 
 __device__ __forceinline__ void store_token_factors(const Shared& s, int64_t item, const ChunkFactors& factors) {
@@ -492,7 +485,7 @@ __device__ __forceinline__ void store_token_factors(const Shared& s, int64_t ite
 }
 
 template <DType kType>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 3)
     channel_factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ FactorMaps maps) {
   auto& s = aligned_shared<Shared>();
   const DeltaRuleDeviceProblem& p = args.problem;
@@ -514,11 +507,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   s.filled.wait(0);
   Sums c;
   read_gates<kType>(s, p, maps.has_g, item, own, c);
-  norms<kType>(s, p, warp, lane);
+  norms<kType>(s, p, warp, opaque_below<kWarpSize>(lane));  // no address is kept for later: registers are short
   const bool rises = sum_gates(p, gate, item.tokens - own.top, own, c);
-  const float2 total = c[kOwn - 1];
-  *reinterpret_cast<float2*>(s.total + own.piece * kWidth + own.channel) = total;
+  const float2 total = c[kRows - 1];
+  *reinterpret_cast<float2*>(s.total + own.tile * kWidth + own.channel) = total;
   if (rises || !(fminf(total.x, total.y) >= kMild<kType>)) s.apart = true;
+  if (total.x < kStrong<kType> || total.y < kStrong<kType>) s.strong[own.tile] = true;
   __syncthreads();
   if (!s.apart) {
     scale_rows<kType, true>(s, args, item.factors, own, c);
@@ -526,20 +520,17 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     if (thread == 0) store_copies(s, maps, static_cast<int>(item.factors));
   } else {
-    const float2 whole = whole_tile(s, own.tile, own);
-    if (whole.x < kStrong<kType> || whole.y < kStrong<kType>) s.strong[own.tile] = true;
-    __syncthreads();
     if (s.strong[0] || s.strong[1] || s.strong[2] || s.strong[3]) make_strong<kType>(s, args, warp, lane, own, c);
     scale_rows<kType, false>(s, args, item.factors, own, c);
     __syncthreads();
   }
   make_tiles<kType>(s, args, warp, lane);
+  if (thread == 0) wait_stores_read<0>();  // J follows
   __syncthreads();
   invert_unit_lower(s.A, s.J, warp, lane);
   __syncthreads();
   chunk_16bit::store_lower<kType, kThreads>(s.J, args.factors.J + item.factors * kChunkRows * kChunkRows);
   store_token_factors(s, item.factors, args.factors);
-  if (thread == 0) wait_stores_read<0>();
 }
 
 }  // namespace
