@@ -83,7 +83,7 @@ TEST_P(Sm90DeltaRule, SequencesOfAllLengths) {
   expect_as_reference(draw(with_lengths(with_heads(wide(GetParam(), 0), 2, 1), {5, 0, 64, 1, 130, 63}), 6));
 }
 
-INSTANTIATE_TEST_SUITE_P(Gates, Sm90DeltaRule, ::testing::Values(Gate::kNone, Gate::kPerHead),
+INSTANTIATE_TEST_SUITE_P(Gates, Sm90DeltaRule, ::testing::Values(Gate::kNone, Gate::kPerHead, Gate::kPerChannel),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
 TEST(Sm90DeltaRuleForward, GroupsNormsAndRawGates) {
@@ -202,7 +202,6 @@ TEST(Sm90DeltaRuleForward, WhatItDeclines) {
   const auto expect = [](const DeltaRuleSpec& spec, const std::string& reason) {
     expect_refused(ErrorCode::kUnsupported, reason, [&] { run_forward(draw(spec, 10)); });
   };
-  expect(wide(Gate::kPerChannel, 70), "decays must be numbers per token");
   expect(wide(Gate::kPerHead, 70, DType::kF32), "16-bit type");
   DeltaRuleSpec narrow = spec_of(Gate::kPerHead, 70, 64, 128);
   narrow.dtype = DType::kBF16;

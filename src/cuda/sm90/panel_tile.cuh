@@ -61,6 +61,10 @@ struct PanelTile : TileFragments<PanelTile<kRows, kColumns, kSwizzle>> {
   // Where segment `even + h` of a row lies, eight elements.
   __device__ __forceinline__ uint32_t address(int row, int even, int h) const {
     constexpr int kSegments = kPanelColumns / 8;
+    if constexpr (kSwizzle == Swizzle::k128) {  // the lane's part, and one instruction for each constant part
+      const uint32_t own = start + static_cast<uint32_t>(row * kRowBytes + ((h ^ row) & 7) * 16);
+      return (own ^ static_cast<uint32_t>((even & 7) * 16)) + static_cast<uint32_t>(even / kSegments * kPanelBytes);
+    }
     const int segment = even + h;
     return swizzled(kSwizzle, start + static_cast<uint32_t>(segment / kSegments * kPanelBytes + row * kRowBytes +
                                                             segment % kSegments * 16));

@@ -180,9 +180,9 @@ ForwardScratch take_forward_scratch(ScratchLayout& layout, const Problem& proble
   return scratch;
 }
 
-// A forward: the factors of a window, then scan(args), which goes over its chunks; and the next window.
-template <class Problem, class Scan>
-void forward_in_windows(const Problem& problem, const Context& context, const Scan& scan) {
+// A forward: advance(args) for one window after the other, which makes the factors of its chunks and scans them.
+template <class Problem, class Advance>
+void forward_in_windows(const Problem& problem, const Context& context, const Advance& advance) {
   const auto& call = problem.args;
   ChunkArgs args = chunk_args(problem);
   args.vector_outputs = has_vectors(call.o);
@@ -208,8 +208,7 @@ void forward_in_windows(const Problem& problem, const Context& context, const Sc
   for (int64_t n = 0; n < windows.count; ++n) {
     args.window = windows.at(n);
     if (windows.count > 1) args.carried = carried_states(problem, scratch.carried, n);
-    compute_factors(problem, args, context);
-    scan(args);
+    advance(args);
   }
 }
 

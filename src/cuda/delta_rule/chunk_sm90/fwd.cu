@@ -1,10 +1,13 @@
-// The entry chunk_sm90, forward in the chunk form on Hopper: what it takes, its tensor maps and its launches. The factors
-// are those of chunk_16bit; the scan: scan.cuh.
+// The entry chunk_sm90, forward in the chunk form on Hopper: what it takes, its tensor maps and its launches. The scan:
+// scan.cuh, with the factors of chunk_16bit. With decays per channel: factors_per_channel.cu and scan_per_channel.cuh.
+#include <algorithm>
 #include <limits>
 #include <string>
 
 #include "cuda/delta_rule/chunk_16bit/setup.h"
+#include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 #include "cuda/delta_rule/chunk_sm90/scan.h"
+#include "cuda/delta_rule/chunk_sm90/scan_per_channel.h"
 #include "cuda/delta_rule/kernels.h"
 
 namespace fastweight::cuda::chunk_sm90 {
@@ -19,6 +22,38 @@ bool fits_places(const DeltaRuleForwardProblem& problem, int64_t num_chunks) {
   return problem.sizes.tokens <= kMost && num_chunks * problem.sizes.num_value_heads <= kMost;
 }
 
+TensorMap rows_map(const TensorView& x) { return token_map(x, kChunkRows, 64, Swizzle::k128); }
+
+// Pairs of a chunk and a value head that there is scratch memory for.
+int64_t count_items(const ChunkArgs& args) {
+  const int64_t chunks = args.factors_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
+  return chunks * args.problem.num_value_heads;
+}
+
+TensorMap copies_map(const uint16_t* copies, DType dtype, int64_t items) {
+  return tensor_map({.data = copies,
+                     .dtype = dtype,
+                     .rank = 4,
+                     .sizes = {kWidth, kChunkRows, kKeyCopies, items},
+                     .strides = {1, kWidth, kChunkRows * kWidth, kKeyCopies * kChunkRows * kWidth},
+                     .box = {64, kChunkRows, 1, 1},
+                     .swizzle = Swizzle::k128});
+}
+
+ChannelScanMaps channel_scan_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
+  const DType dtype = call.in.k.dtype;
+  const int64_t items = count_items(args);
+  return {copies_map(args.factors.keys, dtype, items), rows_map(call.in.v), rows_map(call.o),
+          lower_map(args.factors.J, dtype, items), lower_map(args.factors.sP, dtype, items)};
+}
+
+FactorMaps factor_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
+  const DeltaRuleInputs& in = call.in;
+  const bool has_g = in.g.dtype == in.k.dtype && has_token_map(in.g);
+  return {rows_map(in.k), rows_map(in.q), has_g ? rows_map(in.g) : TensorMap{},
+          copies_map(args.factors.keys, in.k.dtype, count_items(args)), has_g};
+}
+
 // Few heads: narrow blocks, as long as each has a multiprocessor of its own.
 int columns_of(const DeltaRuleForwardProblem& problem) {
   const int64_t heads = problem.sizes.num_sequences * problem.sizes.num_value_heads;
@@ -29,16 +64,13 @@ int columns_of(const DeltaRuleForwardProblem& problem) {
 }  // namespace
 
 ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkArgs& args) {
-  const auto rows = [](const TensorView& x) { return token_map(x, kChunkRows, 64, Swizzle::k128); };
-  const DType dtype = in.k.dtype;
-  const int64_t chunks = args.factors_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
-  const int64_t items = chunks * args.problem.num_value_heads;
-  return {rows(in.k),
-          rows(in.q),
-          rows(in.v),
-          o.present() ? rows(o) : TensorMap{},
-          lower_map(args.factors.J, dtype, items),
-          lower_map(args.factors.sP, dtype, items)};
+  const int64_t items = count_items(args);
+  return {rows_map(in.k),
+          rows_map(in.q),
+          rows_map(in.v),
+          o.present() ? rows_map(o) : TensorMap{},
+          lower_map(args.factors.J, in.k.dtype, items),
+          lower_map(args.factors.sP, in.k.dtype, items)};
 }
 
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items) {
@@ -60,7 +92,6 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   if (!reason.empty()) return reason;
   if (device_attribute(cudaDevAttrComputeCapabilityMajor, in.q.device.index) != 9)
     return "needs compute capability 9.0";
-  if (chunk_16bit::has_decay_per_channel(problem)) return "decays must be numbers per token";
   if (sizes.head_dim_k <= kWidth / 2 || sizes.head_dim_k > kWidth || sizes.head_dim_v <= kWidth / 2 ||
       sizes.head_dim_v > kWidth) {
     return "K and V must be from 65 to 128";
@@ -70,7 +101,9 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   }
   const auto sequences = device_sequences(in.cu_seqlens, sizes.num_sequences, sizes.tokens);
   if (!fits_places(problem, max_chunks(sequences, problem.args.options.chunk_size))) return "too many tokens";
-  return lacks_shared_memory(scan_bytes(), in.q.device.index);
+  const bool per_channel = chunk_16bit::has_decay_per_channel(problem);
+  return lacks_shared_memory(per_channel ? std::max(channel_scan_bytes(), channel_factors_bytes()) : scan_bytes(),
+                             in.q.device.index);
 }
 
 std::string config_text(const DeltaRuleForwardProblem& problem) {
@@ -80,7 +113,17 @@ std::string config_text(const DeltaRuleForwardProblem& problem) {
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
   const int columns = columns_of(problem);
+  if (chunk_16bit::has_decay_per_channel(problem)) {
+    chunk_16bit::forward_in_windows(problem, context, [&](const ChunkArgs& args) {
+      if (args.num_chunks > 0) launch_channel_factors(args, factor_maps(problem.args, args), context);
+      const ChannelScanMaps maps = args.num_chunks > 0 ? channel_scan_maps(problem.args, args) : ChannelScanMaps{};
+      args.problem.k.dtype == DType::kBF16 ? launch_channel_scan<DType::kBF16>(args, maps, columns, context)
+                                           : launch_channel_scan<DType::kF16>(args, maps, columns, context);
+    });
+    return;
+  }
   chunk_16bit::forward_in_windows(problem, context, [&](const ChunkArgs& args) {
+    chunk_16bit::compute_factors(problem, args, context);
     const ScanMaps maps = args.num_chunks > 0 ? scan_maps(problem.args.in, problem.args.o, args) : ScanMaps{};
     if (args.problem.k.dtype == DType::kBF16) {
       launch_scan<DType::kBF16>(args, maps, columns, context);

@@ -1,0 +1,548 @@
+// The factors of the chunk form with one decay per key channel, for K <= 128: what chunk_16bit/factors_per_channel.cu
+// makes, with fewer instructions. See ../chunk.cuh for the equations.
+//
+// One block of eight warps per (chunk, value head), three of them on a multiprocessor: what binds are instructions, and the
+// time until TMA has brought the rows of k and q, and those of the gates where it can. A thread has two channels of a tile
+// of 16 rows, of which its registers have the running sums c_i of log2 of the decays, c for the whole tile. Then
+//
+//     A  = beta rising_k falling^T,     sP = scale rising_q falling^T     (k and q with the factors of their norms)
+//
+// where rising and falling rows hold their decays from, and to, an anchor between them:
+//
+//     all tiles mild    the start of the chunk:    rising_i = k_i 2^(before + c_i)    falling_j = k_j 2^-(before + c_j)
+//     otherwise         two for a tile:            rising_i = k_i 2^c_i               falling_j = k_j 2^(c - c_j)
+//
+// With one anchor the rising rows are the scan's copies of k and q, and products of tiles are products. With two, tiles
+// below the diagonal have the decays of the whole tiles between as a factor per channel, those on it 2^-c, which falling
+// rows take in registers. On the diagonal of a strong tile, one that 2^-c is too large for, the factors are computed in
+// fp32: k_j runs down the rows, multiplied by one decay after the other. So nothing overflows for g <= 0.
+//
+// Sums of logarithms are short of digits only where their power is short of anything: log2 of a decay is at least -150,
+// so c - c_j has an error below 2^-12, a sixteenth of the rounding of what it multiplies.
+#include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
+
+#include "cuda/common/launch.h"
+#include "cuda/sm90/barriers.cuh"
+#include "cuda/sm90/panel_tile.cuh"
+#include "cuda/sm90/tma.cuh"
+
+namespace fastweight::cuda::chunk_sm90 {
+namespace {
+
+using chunk_16bit::ChunkArgs;
+using chunk_16bit::ChunkFactors;
+using chunk_16bit::GateKind;
+using chunk_16bit::kChunkRows;
+using chunk_16bit::kLog2E;
+using chunk_16bit::kPitchOfA;
+using chunk_16bit::kPitchOfJ;
+
+constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
+constexpr int kRows = 16;  // of a tile
+constexpr int kTiles = kChunkRows / kRows;
+constexpr int kPairs = kWidth / 2;  // of channels
+static_assert(kTiles * kPairs == kThreads);
+
+using KeyRows = PanelTile<kChunkRows, kWidth>;
+using KeyMemory = unsigned char[KeyRows::kBytes];
+
+// The pair of a chunk and a value head that a block has. One thread finds it: 64-bit divisions are many instructions.
+struct Item {
+  ChunkSpan span;  // of no sequence: there is no such chunk
+  int head, tokens;
+  int64_t factors;
+};
+
+__device__ __forceinline__ Item item_of_block(const ChunkArgs& args) {
+  const int HV = args.problem.num_value_heads, at = static_cast<int>(blockIdx.x);
+  const int64_t chunk = args.window.chunk_in(at / HV);
+  Item item;
+  item.head = at % HV;
+  item.span = chunk_at(args.chunked, chunk);
+  item.tokens = static_cast<int>(item.span.length);
+  item.factors = args.factors_at(chunk) + item.head;
+  return item;
+}
+
+struct alignas(1024) Shared {
+  union {
+    struct {
+      KeyMemory k;  // then rising
+      KeyMemory q;  // then rising
+    };
+    alignas(16) float J[kChunkRows * kPitchOfJ];  // once A is complete
+  };
+  union {
+    struct {
+      KeyMemory falling;  // the gates, before
+      alignas(16) float A[kChunkRows * kPitchOfA];
+    };
+    alignas(16) float log2_decay[kChunkRows * kWidth];  // before, for strong tiles
+  };
+  alignas(16) float total[kTiles * kWidth];    // c of the tiles
+  alignas(16) float between[kTiles][kWidth];   // factors of falling rows: 2^c of tiles 1, 2, and of both
+  alignas(16) float inverse[kTiles * kWidth];  // 2^-c
+  float2 on_rows[kChunkRows];                  // the factors of k and q: of the norms, and scale
+  float rstd_q[kChunkRows];
+  float beta[kChunkRows];
+  bool apart;           // a tile is not mild
+  bool strong[kTiles];  // a tile is strong
+  Item item;
+  TransactionBarrier filled;
+};
+
+__device__ __forceinline__ uint16_t* sP_of(const ChunkArgs& args, const Shared& s) {
+  return args.factors.sP + s.item.factors * kChunkRows * kChunkRows;
+}
+
+// The most that c may fall, in log2: of a mild tile, so that four of them stay in the range of the operands; and of one
+// that is not strong. bf16 has the exponents of fp32, enough for 16 tokens with g = -5; fp16 has few.
+template <DType kType>
+inline constexpr float kMild = kType == DType::kBF16 ? -28.0f : -1.0f;
+template <DType kType>
+inline constexpr float kStrong = kType == DType::kBF16 ? -117.0f : -4.0f;
+
+// What a thread has: channels `channel` and `channel + 1` of rows [top, top + 16).
+struct Place {
+  int tile, channel, top;
+
+  __device__ __forceinline__ explicit Place(int thread)
+      : tile(thread / kPairs), channel(thread % kPairs * 2), top(kRows * tile) {}
+};
+
+using Pairs = uint32_t[kRows];
+using Sums = float2[kRows];
+
+// Where KeyRows has a channel of a row.
+__device__ __forceinline__ int key_offset(int row, int channel) {
+  constexpr int kColumns = KeyRows::kPanelColumns;
+  return channel / kColumns * KeyRows::kPanelBytes + row * KeyRows::kRowBytes +
+         ((channel % kColumns / 8 ^ row % 8) * 16) + channel % 8 * 2;
+}
+// Of row `top + i` of a thread: top is a multiple of 8.
+__device__ __forceinline__ int key_offset(const Place& own, int i) {
+  return (key_offset(own.top, own.channel) ^ i % 8 * 16) + i * KeyRows::kRowBytes;
+}
+__device__ __forceinline__ uint32_t& pair_at(unsigned char* rows, int offset) {
+  return *reinterpret_cast<uint32_t*>(rows + offset);
+}
+
+// By one thread. k and q beyond the tokens and channels are zeros.
+__device__ __forceinline__ void start_loads(const ChunkArgs& args, const FactorMaps& maps, const Item& item,
+                                            Shared& s) {
+  const int tokens = item.tokens, end = static_cast<int>(item.span.begin) + tokens;
+  const auto load = [&](const KeyMemory& memory, const TensorMap& map, int head) {
+    const KeyRows rows(memory);
+#pragma unroll
+    for (int p = 0; p < KeyRows::kPanels; ++p) {
+      load_box(rows.panel(p), map,
+               {p * KeyRows::kPanelColumns, head, kChunkRows - tokens, end, static_cast<int>(item.span.batch)},
+               s.filled);
+    }
+  };
+  s.filled.arrive_expecting((maps.has_g ? 3 : 2) * KeyRows::kBytes);
+  if (maps.has_g) load(s.falling, maps.g, item.head);
+  load(s.k, maps.k, item.head / args.problem.group);
+  load(s.q, maps.q, item.head / args.problem.group);
+}
+
+// The rows' norms are the diagonals of k k^T and q q^T. All are 1 unless the option asks.
+template <DType kType>
+__device__ __forceinline__ void norms(Shared& s, const DeltaRuleDeviceProblem& p, int warp, int lane) {
+  const bool of_k = warp < kTiles;
+  const KeyRows rows(of_k ? s.k : s.q);
+  float sums[2][4] = {};
+  if (p.qk_l2norm) {
+#pragma unroll
+    for (int m = 0; m < kWidth / 16; ++m) {
+      uint32_t a[4], b[4];
+      rows.load_a(kRows * (warp % kTiles), m, lane, a);
+      rows.load_b(kRows * (warp % kTiles), m, lane, b);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) mma<kType>(sums[n], a, b[2 * n], b[2 * n + 1]);
+    }
+  }
+  if (lane / 8 != lane % 4) return;  // rows g and columns 2t, 2t + 1
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const int row = kRows * (warp % kTiles) + 8 * n + lane / 4;
+    const float squares = lane / 4 % 2 == 0 ? sums[n][2 * n] : sums[n][2 * n + 1];
+    const float rstd = p.qk_l2norm ? rsqrt_approx(squares + kL2NormEps) : 1.0f;
+    if (of_k) {
+      s.on_rows[row].x = rstd;
+    } else {
+      s.on_rows[row].y = p.scale * rstd;
+      s.rstd_q[row] = rstd;
+    }
+  }
+}
+
+// What the gate tensor holds, where TMA cannot bring it; zeros beyond the tokens and channels.
+__device__ __forceinline__ void load_gates(const DeviceTensor& g, const ChunkSpan& span, int head, int K,
+                                           const Place& own, Sums& x) {
+  const int64_t offset = row_offset(g, span.batch, span.begin + own.top, head) + own.channel * g.strides[3];
+  const int rows = own.channel < K ? static_cast<int>(span.length) - own.top : 0;
+  with_type(g.dtype, [&](auto type) {
+    constexpr DType kType = decltype(type)::value;
+    const char* from = element_at(g.data, kType, offset);
+    const int64_t step = byte_offset(kType, g.strides[1]);
+    if (!g.aligned_vec4) {
+      const int64_t next = own.channel + 1 < K ? byte_offset(kType, g.strides[3]) : 0;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i, from += step) {
+        x[i] = make_float2(0, 0);
+        if (i < rows) x[i] = make_float2(load_float(from, kType, 0), load_float(from + next, kType, 0));
+      }
+    } else if constexpr (kType == DType::kF32) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i, from += step) {
+        x[i] = i < rows ? *reinterpret_cast<const float2*>(from) : make_float2(0, 0);
+      }
+    } else {
+      Pairs pairs;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i, from += step) {
+        pairs[i] = i < rows ? *reinterpret_cast<const uint32_t*>(from) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) x[i] = unpack<kType>(pairs[i]);
+    }
+  });
+}
+
+// What the gates of a thread's channels have in common.
+struct GateNumbers {
+  float rate, bound;
+  float2 bias;
+};
+
+__device__ __forceinline__ GateNumbers gate_numbers(const DeltaRuleDeviceProblem& p, int head, const Place& own) {
+  GateNumbers numbers{0, 0, make_float2(0, 0)};
+  if (!p.gate_in_kernel) return numbers;
+  numbers.rate = gate_rate(p, head);
+  numbers.bound = fmaxf(kLog2E * p.lower_bound, -150.0f);
+  if (own.channel < p.head_dim_k) numbers.bias.x = gate_bias(p, head, own.channel);
+  if (own.channel + 1 < p.head_dim_k) numbers.bias.y = gate_bias(p, head, own.channel + 1);
+  return numbers;
+}
+
+// log2 of the decay, of what the gate tensor holds.
+template <GateKind kKind>
+__device__ __forceinline__ float log2_of(const GateNumbers& gate, float bias, float x) {
+  if constexpr (kKind == GateKind::kBounded) {
+    const float turned = -kLog2E * gate.rate;
+    return gate.bound * chunk_16bit::sigmoid_of_log2(fmaf(turned, x, turned * bias));
+  } else if constexpr (kKind == GateKind::kSoftplus) {
+    return max_or_nan((-kLog2E * gate.rate) * chunk_16bit::softplus_approx(x + bias), -150.0f);
+  } else {
+    return max_or_nan(kLog2E * x, -150.0f);
+  }
+}
+
+// What the gate tensor holds.
+template <DType kType>
+__device__ __forceinline__ void read_gates(Shared& s, const DeltaRuleDeviceProblem& p, bool in_shared, const Item& item,
+                                           const Place& own, Sums& x) {
+  if (!in_shared) {
+    load_gates(p.g, item.span, item.head, p.head_dim_k, own, x);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) x[i] = unpack<kType>(pair_at(s.falling, key_offset(own, i)));
+}
+
+// Their running sums in place of the gates. Rows beyond the tokens, and channels beyond K, have no decay. Returns whether
+// a decay is above 1, as only gates from outside can be.
+__device__ __forceinline__ bool sum_gates(const DeltaRuleDeviceProblem& p, const GateNumbers& gate, int rows,
+                                          const Place& own, Sums& c) {
+  bool rises = false;
+  chunk_16bit::with_gate_kind(p, [&](auto kind) {
+    constexpr GateKind kKind = decltype(kind)::value;
+    float2 sum = make_float2(0, 0);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float x = log2_of<kKind>(gate, gate.bias.x, c[i].x), y = log2_of<kKind>(gate, gate.bias.y, c[i].y);
+      sum.x += x;
+      sum.y += y;
+      if (kKind == GateKind::kGiven) rises = rises || x > 0 || y > 0;
+      c[i] = sum;
+    }
+  });
+  const int first = own.channel < p.head_dim_k ? rows : 0, second = own.channel + 1 < p.head_dim_k ? rows : 0;
+  if (second < kRows) {
+    float2 sum = make_float2(0, 0);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      sum = make_float2(i < first ? c[i].x : sum.x, i < second ? c[i].y : sum.y);
+      c[i] = sum;
+    }
+  }
+  return rises;
+}
+
+__device__ __forceinline__ float2 operator*(float2 a, float2 b) { return make_float2(a.x * b.x, a.y * b.y); }
+__device__ __forceinline__ float2 operator*(float a, float2 b) { return make_float2(a * b.x, a * b.y); }
+__device__ __forceinline__ float2 operator+(float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); }
+__device__ __forceinline__ float2 operator-(float2 a, float2 b) { return make_float2(a.x - b.x, a.y - b.y); }
+__device__ __forceinline__ float2 exp2_approx(float2 x) {
+  return make_float2(fastweight::cuda::exp2_approx(x.x), fastweight::cuda::exp2_approx(x.y));
+}
+template <DType kType>
+__device__ __forceinline__ uint32_t pack(float2 x) {
+  return fastweight::cuda::pack<kType>(x.x, x.y);
+}
+
+// c of a tile.
+__device__ __forceinline__ float2 total_at(const Shared& s, int tile, const Place& own) {
+  return *reinterpret_cast<const float2*>(s.total + tile * kWidth + own.channel);
+}
+
+// The rows of both sides of the products, and the scan's three copies of the keys; with one anchor the rising rows are two
+// of them.
+template <DType kType, bool kOneAnchor>
+__device__ __forceinline__ void scale_rows(Shared& s, const ChunkArgs& args, int64_t item, const Place& own,
+                                           const Sums& c) {
+  float2 before = make_float2(0, 0), after = make_float2(0, 0);  // the whole tiles on either side
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    if (t < own.tile) before = before + total_at(s, t, own);
+    if (t > own.tile) after = after + total_at(s, t, own);
+  }
+  const float2 whole = total_at(s, own.tile, own), all = before + whole + after;
+  const float2 on_reads = exp2_approx(before), on_write = exp2_approx(kOneAnchor ? all : after);
+  uint16_t* to = args.factors.keys + (item * kKeyCopies * kChunkRows + own.top) * kWidth + own.channel;
+  const auto store = [&](KeyCopy copy, int i, float2 x) {
+    *reinterpret_cast<uint32_t*>(to + (copy * kChunkRows + i) * kWidth) = pack<kType>(x);
+  };
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int at = key_offset(own, i);
+    const float2 sum = kOneAnchor ? before + c[i] : c[i], on = s.on_rows[own.top + i];
+    const float2 up = exp2_approx(sum), down = exp2_approx(kOneAnchor ? make_float2(-sum.x, -sum.y) : whole - sum);
+    const float2 key = on.x * unpack<kType>(pair_at(s.k, at)), query = on.y * unpack<kType>(pair_at(s.q, at));
+    const float2 on_k = up * key, on_q = up * query, written = down * key;
+    pair_at(s.k, at) = pack<kType>(on_k);
+    pair_at(s.q, at) = pack<kType>(on_q);
+    pair_at(s.falling, at) = pack<kType>(written);
+    store(kWriter, i, on_write * written);
+    if constexpr (!kOneAnchor) {
+      store(kReader, i, on_reads * on_k);
+      store(kQuery, i, on_reads * on_q);
+    }
+  }
+  if (own.tile == kTiles - 1) {
+    *reinterpret_cast<float2*>(args.factors.total + item * kWidth + own.channel) = exp2_approx(all);
+  }
+  if constexpr (!kOneAnchor) {
+    *reinterpret_cast<float2*>(s.inverse + own.tile * kWidth + own.channel) = exp2_approx(make_float2(0, 0) - whole);
+    // Tiles 1 and 2 themselves, and in the place of tile 3 both.
+    const float2 between = own.tile < 3 ? whole : total_at(s, 1, own) + total_at(s, 2, own);
+    *reinterpret_cast<float2*>(s.between[own.tile] + own.channel) = exp2_approx(between);
+  }
+}
+
+// By one thread: the rising rows of one anchor to memory.
+__device__ __forceinline__ void store_copies(Shared& s, const FactorMaps& maps, int item) {
+  const auto store = [&](const KeyMemory& memory, KeyCopy copy) {
+    const KeyRows rows(memory);
+#pragma unroll
+    for (int p = 0; p < KeyRows::kPanels; ++p) {
+      store_box(maps.copies, {p * KeyRows::kPanelColumns, 0, copy, item}, rows.panel(p));
+    }
+  };
+  store(s.k, kReader);
+  store(s.q, kQuery);
+  commit_stores();
+}
+
+// Of a strong tile on the diagonal of A or sP, by one warp: the products of `rows`, k or q, with k. Lane l has column
+// l % 16 and half of the channels.
+template <DType kType>
+__device__ __forceinline__ void sum_strong(Shared& s, unsigned char* rows, int tile, int lane, float (&sums)[kRows]) {
+  const int j = lane % kRows, top = kRows * tile;
+#pragma unroll 1
+  for (int channel = lane / kRows * 4; channel < kWidth; channel += kWarpSize / kRows * 4) {
+    float running[4] = {};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int at = key_offset(top + i, channel);
+      const uint2 k_words = *reinterpret_cast<const uint2*>(s.k + at),
+                  words = *reinterpret_cast<const uint2*>(rows + at);
+      const float2 k_i[2] = {unpack<kType>(k_words.x), unpack<kType>(k_words.y)};
+      const float2 x_i[2] = {unpack<kType>(words.x), unpack<kType>(words.y)};
+      const float4 g = *reinterpret_cast<const float4*>(s.log2_decay + (top + i) * kWidth + channel);
+      const float2 decay[2] = {exp2_approx(make_float2(g.x, g.y)), exp2_approx(make_float2(g.z, g.w))};
+      running[0] = i == j ? k_i[0].x : running[0] * decay[0].x;
+      running[1] = i == j ? k_i[0].y : running[1] * decay[0].y;
+      running[2] = i == j ? k_i[1].x : running[2] * decay[1].x;
+      running[3] = i == j ? k_i[1].y : running[3] * decay[1].y;
+      sums[i] = fmaf(x_i[0].y, running[1], fmaf(x_i[0].x, running[0], sums[i]));
+      sums[i] = fmaf(x_i[1].y, running[3], fmaf(x_i[1].x, running[2], sums[i]));
+    }
+  }
+}
+
+// All strong tiles, before k and q are scaled: four warps for A, four for sP. The sums have no registers meanwhile.
+template <DType kType>
+__device__ __forceinline__ void make_strong(Shared& s, const ChunkArgs& args, int warp, int lane, const Place& own,
+                                            Sums& c) {
+  const auto log2_decay = [&](int i) -> float2& {
+    return *reinterpret_cast<float2*>(s.log2_decay + (own.top + i) * kWidth + own.channel);
+  };
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) log2_decay(i) = i == 0 ? c[0] : c[i] - c[i - 1];
+  __syncthreads();
+  const int tile = warp % kTiles, top = kRows * tile, j = lane % kRows;
+  const bool of_A = warp < kTiles;
+  float sums[kRows] = {};
+  if (s.strong[tile]) sum_strong<kType>(s, of_A ? s.k : s.q, tile, lane, sums);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) c[i] = i == 0 ? log2_decay(0) : c[i - 1] + log2_decay(i);
+  __syncthreads();  // A lies where the decays were
+  if (!s.strong[tile]) return;
+  uint16_t* sP = sP_of(args, s);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const float x = s.on_rows[top + j].x * (sums[i] + __shfl_xor_sync(kAllLanes, sums[i], kRows));
+    const float2 on = s.on_rows[top + i];
+    if (lane >= kRows) continue;
+    if (of_A) {
+      s.A[(top + j) * kPitchOfA + top + i] = s.beta[top + i] * on.x * x;
+    } else {
+      sP[(top + i) * kChunkRows + top + j] = static_cast<uint16_t>(fastweight::cuda::pack<kType>(on.y * x, 0.0f));
+    }
+  }
+}
+
+// Tile (row, column) of A and sP, by one warp. `factor`, one per channel, belongs to the falling rows.
+template <DType kType, bool kFactor>
+__device__ __forceinline__ void make_tile(Shared& s, int row, int column, const float* factor, int lane, uint16_t* sP) {
+  const KeyRows rising_k(s.k), rising_q(s.q), falling(s.falling);
+  float a_sum[2][4] = {}, p_sum[2][4] = {};
+#pragma unroll
+  for (int m = 0; m < kWidth / 16; ++m) {
+    uint32_t k_rows[4], q_rows[4], b[4];
+    rising_k.load_a(kRows * row, m, lane, k_rows);
+    rising_q.load_a(kRows * row, m, lane, q_rows);
+    falling.load_b(kRows * column, m, lane, b);
+    if constexpr (kFactor) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {  // channels 2t, 2t + 1 and 2t + 8, 2t + 9 of both halves of the columns
+        const float2 d = *reinterpret_cast<const float2*>(factor + 16 * m + 8 * h + 2 * (lane % 4));
+#pragma unroll
+        for (int n = 0; n < 2; ++n) b[2 * n + h] = pack<kType>(d * unpack<kType>(b[2 * n + h]));
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      mma<kType>(a_sum[n], k_rows, b[2 * n], b[2 * n + 1]);
+      mma<kType>(p_sum[n], q_rows, b[2 * n], b[2 * n + 1]);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = kRows * row + lane / 4 + half * 8, j = kRows * column + 8 * n + 2 * (lane % 4);
+      s.A[j * kPitchOfA + i] = s.beta[i] * a_sum[n][2 * half];
+      s.A[(j + 1) * kPitchOfA + i] = s.beta[i] * a_sum[n][2 * half + 1];
+      const float p0 = i < j ? 0.0f : p_sum[n][2 * half], p1 = i < j + 1 ? 0.0f : p_sum[n][2 * half + 1];
+      *reinterpret_cast<uint32_t*>(sP + i * kChunkRows + j) = fastweight::cuda::pack<kType>(p0, p1);
+    }
+  }
+}
+
+// The ten tiles on and below the diagonal, by eight warps. With two anchors: four on the diagonal, three with tiles between,
+// and those with none.
+template <DType kType>
+__device__ __forceinline__ void make_tiles(Shared& s, const ChunkArgs& args, int warp, int lane) {
+  uint16_t* sP = sP_of(args, s);
+  if (!s.apart) {
+#pragma unroll 1
+    for (int at = warp; at < 10; at += kWarps) {
+      const int row = at < 4 ? 3 : at < 7 ? 2 : at < 9 ? 1 : 0, column = at - (at < 4 ? 0 : at < 7 ? 4 : at < 9 ? 7 : 9);
+      make_tile<kType, false>(s, row, column, nullptr, lane, sP);
+    }
+  } else if (warp < 4) {
+    if (!s.strong[warp]) make_tile<kType, true>(s, warp, warp, s.inverse + warp * kWidth, lane, sP);
+  } else if (warp < 7) {
+    const int row = warp == 4 ? 2 : 3, column = warp == 6 ? 1 : 0;
+    make_tile<kType, true>(s, row, column, s.between[warp == 4 ? 1 : warp == 5 ? 3 : 2], lane, sP);
+  } else {
+#pragma unroll 1
+    for (int row = 1; row < kTiles; ++row) make_tile<kType, false>(s, row, row - 1, nullptr, lane, sP);
+  }
+}
+
+__device__ __forceinline__ void store_token_factors(const Shared& s, int64_t item, const ChunkFactors& factors) {
+  const int i = static_cast<int>(threadIdx.x);
+  if (i >= kChunkRows) return;
+  factors.token[item * kChunkRows + i] = s.beta[i];
+  if (factors.row == nullptr) return;
+  float* row = factors.row + item * chunk_16bit::kRowNumbers * kChunkRows;
+  row[chunk_16bit::kRstdOfQ * kChunkRows + i] = s.rstd_q[i];
+  row[chunk_16bit::kRstdOfK * kChunkRows + i] = s.on_rows[i].x;
+}
+
+template <DType kType>
+__global__ void __launch_bounds__(kThreads, 3)
+    channel_factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ FactorMaps maps) {
+  auto& s = aligned_shared<Shared>();
+  const DeltaRuleDeviceProblem& p = args.problem;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize, warp = uniform_warp();
+  wait_for_previous_kernels();
+  if (thread == 0) {
+    s.apart = s.strong[0] = s.strong[1] = s.strong[2] = s.strong[3] = false;
+    s.filled.init(1);
+    fence_barrier_init();
+    s.item = item_of_block(args);
+    if (s.item.span.sequence >= 0) start_loads(args, maps, s.item, s);
+  }
+  __syncthreads();
+  const Item& item = s.item;
+  if (item.span.sequence < 0) return;
+  const Place own(thread);
+  const GateNumbers gate = gate_numbers(p, item.head, own);
+  if (thread < kChunkRows) s.beta[thread] = chunk_beta(p, item.span, item.head, thread);
+  s.filled.wait(0);
+  Sums c;
+  read_gates<kType>(s, p, maps.has_g, item, own, c);
+  norms<kType>(s, p, warp, opaque_below<kWarpSize>(lane));  // no address is kept for later: registers are short
+  const bool rises = sum_gates(p, gate, item.tokens - own.top, own, c);
+  const float2 total = c[kRows - 1];
+  *reinterpret_cast<float2*>(s.total + own.tile * kWidth + own.channel) = total;
+  if (rises || !(fminf(total.x, total.y) >= kMild<kType>)) s.apart = true;
+  if (total.x < kStrong<kType> || total.y < kStrong<kType>) s.strong[own.tile] = true;
+  __syncthreads();
+  if (!s.apart) {
+    scale_rows<kType, true>(s, args, item.factors, own, c);
+    fence_async_proxy();
+    __syncthreads();
+    if (thread == 0) store_copies(s, maps, static_cast<int>(item.factors));
+  } else {
+    if (s.strong[0] || s.strong[1] || s.strong[2] || s.strong[3]) make_strong<kType>(s, args, warp, lane, own, c);
+    scale_rows<kType, false>(s, args, item.factors, own, c);
+    __syncthreads();
+  }
+  make_tiles<kType>(s, args, warp, lane);
+  if (thread == 0) wait_stores_read<0>();  // J follows
+  __syncthreads();
+  invert_unit_lower(s.A, s.J, warp, lane);
+  __syncthreads();
+  chunk_16bit::store_lower<kType, kThreads>(s.J, args.factors.J + item.factors * kChunkRows * kChunkRows);
+  store_token_factors(s, item.factors, args.factors);
+}
+
+}  // namespace
+
+size_t channel_factors_bytes() { return sizeof(Shared); }
+
+void launch_channel_factors(const ChunkArgs& args, const FactorMaps& maps, const Context& context) {
+  const int64_t items = chunk_16bit::chunks_in_window(args) * args.problem.num_value_heads;  // in 31 bits
+  const LaunchShape shape{static_cast<unsigned>(items), kThreads, sizeof(Shared), true};
+  constexpr auto kName = "delta_rule chunk_sm90 factors per channel";
+  args.problem.k.dtype == DType::kBF16 ? launch<channel_factors_kernel<DType::kBF16>>(kName, context, shape, args, maps)
+                                       : launch<channel_factors_kernel<DType::kF16>>(kName, context, shape, args, maps);
+}
+
+}  // namespace fastweight::cuda::chunk_sm90

@@ -1,0 +1,310 @@
+// The scan over the chunks of a sequence on Hopper, for one decay per key channel and K, V <= 128: as scan.cuh, with the
+// decays and norms inside three copies of the keys, which the factors made. See ../chunk.cuh for the equations. A state
+// warpgroup goes through a chunk with five groups of products:
+//
+//     X = S^T reader^T               while it runs, o of the chunk before leaves
+//     O = S^T query^T
+//     X = bD^T J^T                   bD^T = beta (v^T - X); while it runs, S is scaled by e_n, a number per channel
+//     S = S + R^T writer             R^T = X, rounded
+//     O = O + R^T sP^T               while it runs, S is rounded for the next chunk
+//
+// A chunk has 80 KB of operands, and memory is what binds. They come in three rings, in the order in which they are used,
+// so that the copies of a later chunk begin where a product of this one has ended:
+//
+//     read     reader, v, beta       until bD is made
+//     solve    query, J              until R is there
+//     write    writer, sP, e_n       until the chunk's end
+//
+// Rows beyond the tokens of a chunk are zeros in the copies of the keys and in v.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/common/launch.h"
+#include "cuda/delta_rule/chunk_sm90/scan_per_channel.h"
+#include "cuda/delta_rule/chunk_sm90/state_columns.cuh"
+
+namespace fastweight::cuda::chunk_sm90 {
+namespace {
+
+// Buffers that operands go through in turn, kDepth of them. `filled`: they are there. `free`: all warps of the state need
+// them no more.
+template <int kDepth>
+struct RingBarriers {
+  TransactionBarrier filled[kDepth], free[kDepth];
+
+  __device__ __forceinline__ void init(uint32_t readers) {
+    for (int i = 0; i < kDepth; ++i) {
+      filled[i].init(1);
+      free[i].init(readers);
+    }
+  }
+};
+
+// Where a block is in a ring: turns go on from part to part.
+template <int kDepth>
+struct RingTurn {
+  int at = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++at < kDepth) return;
+    at = 0;
+    parity ^= 1;
+  }
+};
+
+// A block has kGroups warpgroups of the state, and one more, of which one warp has work.
+template <int kGroups>
+struct ChannelBlock {
+  static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
+  static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
+  static constexpr int kColumns = kGroups * kGroupColumns;
+  static constexpr int kStateRegisters = 232, kOtherRegisters = 40;
+  static_assert(2 * kStateRegisters + kOtherRegisters <= 3 * 168);
+  static constexpr int kReadDepth = 3, kDepth = kGroups == 2 ? 2 : 3;
+
+  struct Read {
+    unsigned char reader[KeyTile::kBytes], v[kGroups][ValueTile::kBytes];
+  };
+  struct Solve {
+    unsigned char query[KeyTile::kBytes], J[LowerTile::kBytes];
+  };
+  struct Write {
+    unsigned char writer[KeyTile::kBytes], sP[LowerTile::kBytes];
+  };
+  static constexpr uint32_t kBetaBytes = kChunkRows * sizeof(float), kTotalBytes = kWidth * sizeof(float);
+
+  struct alignas(1024) Shared {
+    Read read[kReadDepth];
+    Solve solve[kDepth];
+    Write write[kDepth];
+    unsigned char o[kGroups][ValueTile::kBytes];
+    alignas(16) float beta[kReadDepth][kChunkRows];
+    alignas(16) float total[kDepth][kWidth];
+    RingBarriers<kReadDepth> of_read;
+    RingBarriers<kDepth> of_solve, of_write;
+  };
+
+  struct Turns {
+    RingTurn<kReadDepth> read;
+    RingTurn<kDepth> other;
+
+    __device__ __forceinline__ void next() {
+      read.next();
+      other.next();
+    }
+  };
+};
+
+// The warp that brings the operands, by one lane
+// ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void load_copy(const void* memory, const TensorMap& map, KeyCopy copy, int item,
+                                          TransactionBarrier& barrier) {
+  const KeyTile tile(memory);
+#pragma unroll
+  for (int p = 0; p < KeyTile::kPanels; ++p) {
+    load_box(tile.panel(p), map, {p * KeyTile::kPanelColumns, 0, copy, item}, barrier);
+  }
+}
+
+template <int kGroups>
+__device__ __forceinline__ void bring_channel_operands(const ChunkArgs& args, const ChannelScanMaps& maps,
+                                                       int64_t parts, typename ChannelBlock<kGroups>::Shared& s) {
+  using Shape = ChannelBlock<kGroups>;
+  typename Shape::Turns turn;
+  for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
+    for (int c = 0; c < walk.chunks; ++c, turn.next()) {
+      const int item = static_cast<int>(args.factors_at(walk.first_chunk + c) + part.head);
+      const RowsPlace values = rows_of(args, walk, c, part.head);
+      {
+        const int at = turn.read.at;
+        TransactionBarrier& filled = s.of_read.filled[at];
+        s.of_read.free[at].wait(turn.read.parity ^ 1);
+        filled.arrive_expecting(sizeof(typename Shape::Read) + Shape::kBetaBytes);
+        load_copy(s.read[at].reader, maps.keys, kReader, item, filled);
+#pragma unroll
+        for (int i = 0; i < kGroups; ++i) {
+          load_panels(ValueTile(s.read[at].v[i]), maps.v, part.column + i * kGroupColumns, values, filled);
+        }
+        load_bytes(shared_address(s.beta[at]), args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes,
+                   filled);
+      }
+      const int at = turn.other.at;
+      const uint32_t parity = turn.other.parity ^ 1;
+      {
+        TransactionBarrier& filled = s.of_solve.filled[at];
+        s.of_solve.free[at].wait(parity);
+        filled.arrive_expecting(sizeof(typename Shape::Solve));
+        load_copy(s.solve[at].query, maps.keys, kQuery, item, filled);
+        load_lower(s.solve[at].J, maps.J, item, filled);
+      }
+      {
+        TransactionBarrier& filled = s.of_write.filled[at];
+        s.of_write.free[at].wait(parity);
+        filled.arrive_expecting(sizeof(typename Shape::Write) + Shape::kTotalBytes);
+        load_copy(s.write[at].writer, maps.keys, kWriter, item, filled);
+        load_lower(s.write[at].sP, maps.sP, item, filled);
+        load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * kWidth, Shape::kTotalBytes,
+                   filled);
+      }
+    }
+  });
+}
+
+// A warpgroup of the state
+// ----------------------------------------------------------------------------------------------------------
+
+// The two numbers, one after the other, that belong to the columns of C tile n of a lane.
+__device__ __forceinline__ float2 column_pair(const float* numbers, int n, int lane) {
+  return *reinterpret_cast<const float2*>(numbers + 8 * n + 2 * (lane % 4));
+}
+
+// bD^T = beta (v^T - X), rounded.
+template <DType kType>
+__device__ __forceinline__ void correct_values(const ValueTile& values, const float* beta, int warp, int lane,
+                                               const TokenSums& X, Fragments<kTokenSteps>& bD) {
+#pragma unroll
+  for (int m = 0; m < kTokenSteps; ++m) {
+    uint32_t v[4];
+    values.load_c_transposed(16 * m, warp, lane, v);
+    float D[2][4];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int n = 2 * m + h;
+      const float2 low = unpack<kType>(v[2 * h]), high = unpack<kType>(v[2 * h + 1]);
+      const float difference[4] = {low.x - X[n][0], low.y - X[n][1], high.x - X[n][2], high.y - X[n][3]};
+      scale_tile(column_pair(beta, n, lane), difference, D[h]);
+    }
+    pack_a<kType>(D[0], D[1], bD[m]);
+  }
+}
+
+// By a lane for all of its warp, whose lanes have all read the buffer.
+__device__ __forceinline__ void release(TransactionBarrier& free, int lane) {
+  __syncwarp();
+  if (lane == 0) free.arrive();
+}
+
+template <DType kType, int kGroups>
+struct ChannelStateGroup {
+  const StateColumns<kGroups>& own;
+  typename ChannelBlock<kGroups>::Shared& s;
+
+  // One part. S and O of a chunk are handed to the next one rounded, as in scan.cuh.
+  __device__ __forceinline__ void run(typename ChannelBlock<kGroups>::Turns& turn) const {
+    const ChunkArgs& args = own.args;
+    const Walk& walk = own.walk;
+    const int warp = own.warp, lane = own.lane;
+    StateSums S = {};
+    own.load_first_state(S);
+    Fragments<kKeySteps> rS;
+    round_sums<kType, kKeySteps>(S, rS);
+    Fragments<kTokenSteps> rO;
+    for (int c = 0; c < walk.chunks; ++c, turn.next()) {
+      if (args.state_width > 0) {
+        own.save_rounded_state(c, rS);
+      } else if (args.chunk_states.present()) {
+        own.save_state(c, false, S);
+      }
+      const int first = turn.read.at, at = turn.other.at;
+      const KeyTile reader(s.read[first].reader), query(s.solve[at].query), writer(s.write[at].writer);
+      const LowerTile J(s.solve[at].J), sP(s.write[at].sP);
+      TokenSums X, O;
+      s.of_read.filled[first].wait(turn.read.parity);
+      wgmma_fence(X, rS);
+#pragma unroll
+      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rS[m], reader.along_rows(0, m), m > 0);
+      wgmma_commit();
+      if (c > 0) own.store_outputs(rO, c - 1);
+      s.of_solve.filled[at].wait(turn.other.parity);
+      wgmma_fence(O);
+#pragma unroll
+      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(O, rS[m], query.along_rows(0, m), m > 0);
+      wgmma_commit();
+      wgmma_wait<1>(X);
+      Fragments<kTokenSteps> bD, R;
+      correct_values<kType>(ValueTile(s.read[first].v[own.group]), s.beta[first], warp, lane, X, bD);
+      release(s.of_read.free[first], lane);
+      wgmma_fence(X, bD);
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
+      wgmma_commit();
+      s.of_write.filled[at].wait(turn.other.parity);
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) scale_tile(column_pair(s.total[at], n, lane), S[n], S[n]);
+      wgmma_wait<0>(X, O);
+      release(s.of_solve.free[at], lane);
+      round_sums<kType, kTokenSteps>(X, R);
+      wgmma_fence(S, R);
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kWidth>(S, R[m], writer.along_columns(0, m));
+      wgmma_commit();
+      wgmma_fence(O);
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
+      wgmma_commit();
+      wgmma_wait<1>(S);
+      round_sums<kType, kKeySteps>(S, rS);
+      wgmma_wait<0>(O);
+      round_sums<kType, kTokenSteps>(O, rO);
+      release(s.of_write.free[at], lane);
+    }
+    if (walk.chunks > 0) own.store_outputs(rO, walk.chunks - 1);
+    own.save_state(walk.chunks, true, S);
+  }
+};
+
+// A block per part; a smaller grid goes round.
+template <DType kType, int kGroups>
+__global__ void __launch_bounds__(ChannelBlock<kGroups>::kThreads, 1)
+    channel_scan_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ChannelScanMaps maps,
+                        int64_t parts) {
+  using Shape = ChannelBlock<kGroups>;
+  auto& s = aligned_shared<typename Shape::Shared>();
+  if (threadIdx.x == 0) {
+    s.of_read.init(Shape::kStateWarps);
+    s.of_solve.init(Shape::kStateWarps);
+    s.of_write.init(Shape::kStateWarps);
+    fence_barrier_init();
+  }
+  wait_for_previous_kernels();
+  __syncthreads();
+  const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  if (warp >= Shape::kStateWarps) {
+    if constexpr (kGroups == 2) give_registers<Shape::kOtherRegisters>();
+    if (warp == Shape::kStateWarps && elect_one()) bring_channel_operands<kGroups>(args, maps, parts, s);
+  } else {
+    if constexpr (kGroups == 2) take_registers<Shape::kStateRegisters>();
+    const bool leader = threadIdx.x % kGroupThreads == 0;
+    typename Shape::Turns turn;
+    for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
+      const StateColumns<kGroups> own{args, maps.o, part, walk, s.o[warp / 4], warp / 4, warp % 4, lane, leader};
+      ChannelStateGroup<kType, kGroups>{own, s}.run(turn);
+    });
+    if (leader) wait_stores_read<0>();
+  }
+}
+
+template <DType kType, int kGroups>
+void launch_channel_scan(const ChunkArgs& args, const ChannelScanMaps& maps, const Context& context) {
+  using Shape = ChannelBlock<kGroups>;
+  const DeltaRuleDeviceProblem& p = args.problem;
+  const int64_t ranges = (p.head_dim_v + Shape::kColumns - 1) / Shape::kColumns;
+  const int64_t parts = p.sequences.count * p.num_value_heads * ranges;
+  launch<channel_scan_kernel<kType, kGroups>>(
+      "delta_rule chunk_sm90 scan per channel", context,
+      {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},
+      args, maps, parts);
+}
+
+}  // namespace
+
+template <DType kType>
+void launch_channel_scan(const ChunkArgs& args, const ChannelScanMaps& maps, int columns, const Context& context) {
+  columns == ChannelBlock<1>::kColumns ? launch_channel_scan<kType, 1>(args, maps, context)
+                                       : launch_channel_scan<kType, 2>(args, maps, context);
+}
+
+}  // namespace fastweight::cuda::chunk_sm90

@@ -1,0 +1,23 @@
+// What the host gives the scan of chunk_sm90 where decays are per channel.
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/delta_rule/chunk_sm90/scan.h"
+
+namespace fastweight::cuda::chunk_sm90 {
+
+struct ChannelScanMaps {
+  TensorMap keys;   // the copies, [items][3][64][128], in boxes of 64 x 64: {column, 0, KeyCopy, item}
+  TensorMap v, o;   // token_map with boxes of 64 x 64
+  TensorMap J, sP;  // lower_map
+};
+
+size_t channel_scan_bytes();  // of shared memory in the largest block
+
+// One launch, of blocks with 64 or 128 value columns. For bf16 and fp16, a file each.
+template <DType kType>
+void launch_channel_scan(const chunk_16bit::ChunkArgs& args, const ChannelScanMaps& maps, int columns,
+                         const Context& context);
+
+}  // namespace fastweight::cuda::chunk_sm90

@@ -1,0 +1,10 @@
+#include "cuda/delta_rule/chunk_sm90/scan_per_channel.cuh"
+
+namespace fastweight::cuda::chunk_sm90 {
+
+size_t channel_scan_bytes() { return std::max(sizeof(ChannelBlock<1>::Shared), sizeof(ChannelBlock<2>::Shared)); }
+
+template void launch_channel_scan<DType::kBF16>(const ChunkArgs& args, const ChannelScanMaps& maps, int columns,
+                                                const Context& context);
+
+}  // namespace fastweight::cuda::chunk_sm90

@@ -1,0 +1,175 @@
+// What the scans of chunk_sm90 share: the parts of a block, the copies of operands, and a warpgroup's columns of the state
+// and of o on their way from and to memory.
+#pragma once
+
+#include "cuda/common/warp.cuh"
+#include "cuda/delta_rule/chunk_16bit/window.cuh"
+#include "cuda/delta_rule/chunk_sm90/scan.h"
+#include "cuda/sm90/barriers.cuh"
+#include "cuda/sm90/panel_tile.cuh"
+#include "cuda/sm90/tma.cuh"
+#include "cuda/sm90/wgmma.cuh"
+
+namespace fastweight::cuda::chunk_sm90 {
+namespace {
+
+using chunk_16bit::ChunkArgs;
+using chunk_16bit::kChunkRows;
+using chunk_16bit::Walk;
+
+constexpr int kGroupThreads = 128, kGroupColumns = 64;
+constexpr int kTokenSteps = kChunkRows / 16, kKeySteps = kWidth / 16;
+constexpr int kTokenTiles = kChunkRows / 8, kKeyTiles = kWidth / 8;
+
+using KeyTile = PanelTile<kChunkRows, kWidth>;           // k and q
+using LowerTile = PanelTile<kChunkRows, kChunkRows>;     // J and sP
+using ValueTile = PanelTile<kChunkRows, kGroupColumns>;  // a warpgroup's columns of v and o
+constexpr int kLowerBytes = LowerTile::kRowBytes * 16;   // of a row of blocks
+
+// body(part, walk) for the parts of this block of which anything is to be done in the window.
+template <class Body>
+__device__ __forceinline__ void for_each_part(const ChunkArgs& args, int64_t parts, int columns, const Body& body) {
+  for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
+    const ScanPart part = scan_part_at(args.problem, args.chunked, at, columns);
+    const Walk walk = chunk_16bit::walk_of(args, part);
+    if (walk.exists) body(part, walk);
+  }
+}
+
+// A place of token_map, but for the column: the tokens of chunk c of a walk.
+struct RowsPlace {
+  int head, missing, end, batch;
+};
+__device__ __forceinline__ RowsPlace rows_of(const ChunkArgs& args, const Walk& walk, int c, int head) {
+  const int64_t C = args.chunked.chunk_size, first = c * C, tokens = min(walk.span.length - first, C);
+  return {head, kChunkRows - static_cast<int>(tokens), static_cast<int>(walk.span.begin + first + tokens),
+          static_cast<int>(walk.span.batch)};
+}
+
+// Columns from `column` on to a tile.
+template <class Tile>
+__device__ __forceinline__ void load_panels(const Tile& tile, const TensorMap& map, int column, const RowsPlace& at,
+                                            TransactionBarrier& barrier) {
+#pragma unroll
+  for (int p = 0; p < Tile::kPanels; ++p) {
+    load_box(tile.panel(p), map, {column + p * Tile::kPanelColumns, at.head, at.missing, at.end, at.batch}, barrier);
+  }
+}
+
+// Row blocks of a lower triangular matrix. See lower_map.
+__device__ __forceinline__ void load_lower(const void* memory, const TensorMap& map, int item,
+                                           TransactionBarrier& barrier) {
+  const uint32_t to = shared_address(memory);
+#pragma unroll
+  for (int block = 0; block < kTokenSteps; ++block) {
+    load_box(to + static_cast<uint32_t>(block * kLowerBytes), map,
+             {kChunkRows - 16 * (block + 1), block, 16 * block, item}, barrier);
+  }
+}
+
+// [64 value columns x 64 tokens] and [64 value columns x K], as C tiles of a warp's 16 columns.
+using TokenSums = float[kTokenTiles][4];
+using StateSums = float[kKeyTiles][4];
+template <int kSteps>
+using Fragments = uint32_t[kSteps][4];
+
+__device__ __forceinline__ void scale_tile(const float2& by, const float (&c)[4], float (&scaled)[4]) {
+  scaled[0] = by.x * c[0];
+  scaled[1] = by.y * c[1];
+  scaled[2] = by.x * c[2];
+  scaled[3] = by.y * c[3];
+}
+
+template <DType kType, int kSteps>
+__device__ __forceinline__ void round_sums(const float (&c)[2 * kSteps][4], Fragments<kSteps>& a) {
+#pragma unroll
+  for (int m = 0; m < kSteps; ++m) pack_a<kType>(c[2 * m], c[2 * m + 1], a[m]);
+}
+
+// A barrier among the threads of a warpgroup.
+__device__ __forceinline__ void group_barrier(int group) {
+  group == 0 ? named_barrier<1>(kGroupThreads) : named_barrier<2>(kGroupThreads);
+}
+
+// The columns of a warpgroup, one of kGroups that share the columns of a block.
+template <int kGroups>
+struct StateColumns {
+  const ChunkArgs& args;
+  const TensorMap& o_map;
+  const ScanPart& part;
+  const Walk& walk;
+  unsigned char* o_rows;  // a ValueTile
+  int group, warp, lane;  // the warp within the warpgroup
+  bool leader;            // the thread that stores o
+
+  __device__ __forceinline__ int first_column() const { return part.column + group * kGroupColumns; }
+  __device__ __forceinline__ int column() const { return first_column() + 16 * warp; }
+
+  // The thread's share of the states between windows.
+  static constexpr int kStateThreads = kGroups * kGroupThreads;
+  template <class Float>
+  __device__ __forceinline__ Float* carried(Float* states) const {
+    constexpr int kColumns = kGroups * kGroupColumns;
+    return chunk_16bit::carried_at(args, states, part, walk, kColumns, kColumns * kWidth,
+                                   static_cast<int>(threadIdx.x));
+  }
+
+  // o^T through shared memory to the rows of a chunk. The tile is free when the store before has read it.
+  __device__ __forceinline__ void store_outputs(const Fragments<kTokenSteps>& o, int c) const {
+    const ValueTile tile(o_rows);
+    if (leader) wait_stores_read<0>();
+    group_barrier(group);
+#pragma unroll
+    for (int m = 0; m < kTokenSteps; ++m) tile.store_c_transposed(16 * m, warp, lane, o[m]);
+    fence_async_proxy();
+    group_barrier(group);
+    if (leader && args.o.present()) {
+      const RowsPlace at = rows_of(args, walk, c, part.head);
+      store_box(o_map, {first_column(), at.head, at.missing, at.end, at.batch}, tile.panel(0));
+      commit_stores();
+    }
+  }
+
+  __device__ __forceinline__ void load_first_state(StateSums& S) const {
+    if (!walk.opens) {
+      chunk_16bit::take_tiles<kStateThreads>(carried(args.carried.taken), S);
+    } else if (args.initial_state.present()) {
+      load_state<kWidth>(args.initial_state, state_offset(args.initial_state, part), column(), args.problem.head_dim_k,
+                         args.problem.head_dim_v, lane, S);
+    }
+  }
+
+  // The state before chunk c of the walk, or after the last one.
+  __device__ __forceinline__ void save_state(int c, bool last, StateSums& S) const {
+    if (last && !walk.closes) return chunk_16bit::give_tiles<kStateThreads>(carried(args.carried.given), S);
+    const StateAddress place =
+        last ? final_state_address(args, part) : chunk_state_address(args, part, walk.span.batch, walk.position + c);
+    if (!place.exists) return;
+    store_state<kWidth>(place.states, place.offset, column(), args.problem.head_dim_k, args.problem.head_dim_v, lane,
+                        S);
+  }
+
+  // The same before chunk c from the rounded state, where states have its type and rows along K. Neighbouring lanes
+  // exchange pairs: of 16 channels a lane has four that lie together, and four lanes have 32 bytes of a row.
+  __device__ __forceinline__ void save_rounded_state(int c, const Fragments<kKeySteps>& rS) const {
+    const StateAddress place = chunk_state_address(args, part, walk.span.batch, walk.position + c);
+    if (!place.exists) return;
+    const bool odd = lane % 2 == 1;
+    const int row = column() + lane / 4, first = 2 * (lane % 4) + (odd ? 6 : 0);
+    uint16_t* to = static_cast<uint16_t*>(place.states.data) + place.offset + row * place.states.v_stride + first;
+#pragma unroll
+    for (int m = 0; m < kKeySteps; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t low = rS[m][h], high = rS[m][2 + h];
+        const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? low : high, 1);
+        if (row + 8 * h >= args.problem.head_dim_v || 16 * m + first >= args.state_width) continue;
+        *reinterpret_cast<uint2*>(to + 16 * m + 8 * h * place.states.v_stride) =
+            odd ? make_uint2(other, high) : make_uint2(low, other);
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace fastweight::cuda::chunk_sm90
