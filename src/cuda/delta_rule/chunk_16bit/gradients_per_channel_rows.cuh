@@ -178,13 +178,20 @@ struct TokenKeys {
       : q(rstd_q * raw_q), k(rstd_k * raw_k), reader(-beta * k) {}
 };
 
-// Numbers of tokens, four at a time.
-struct Four {
-  float x[4];
+// Numbers of tokens, two or four at a time.
+template <int kCount>
+struct TokenNumbers {
+  float x[kCount];
 
-  __device__ __forceinline__ explicit Four(const float* from) {
-    const float4 all = *reinterpret_cast<const float4*>(from);
-    x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
+  __device__ __forceinline__ explicit TokenNumbers(const float* from) {
+    if constexpr (kCount == 4) {
+      const float4 all = *reinterpret_cast<const float4*>(from);
+      x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
+    } else {
+      static_assert(kCount == 2);
+      const float2 all = *reinterpret_cast<const float2*>(from);
+      x[0] = all.x, x[1] = all.y;
+    }
   }
 };
 
@@ -224,7 +231,8 @@ __device__ __forceinline__ void scale_rows(const DeltaRuleDeviceProblem& p, cons
   float2 since = make_float2(1, 1);
 #pragma unroll 1
   for (int first = 0; first < kRows; first += kTogether) {
-    const Four rstd_q(s.rstd_q + top + first), rstd_k(s.rstd_k + top + first), beta(s.beta + top + first);
+    using Numbers = TokenNumbers<kTogether>;
+    const Numbers rstd_q(s.rstd_q + top + first), rstd_k(s.rstd_k + top + first), beta(s.beta + top + first);
 #pragma unroll
     for (int e = 0; e < kTogether; ++e) {
       const int i = first + e;
