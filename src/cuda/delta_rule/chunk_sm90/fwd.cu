@@ -19,14 +19,16 @@ bool fits_places(const DeltaRuleForwardProblem& problem, int64_t num_chunks) {
   return problem.sizes.tokens <= kMost && num_chunks * problem.sizes.num_value_heads <= kMost;
 }
 
-// Few heads: narrow blocks, as long as each has a multiprocessor of its own.
 int columns_of(const DeltaRuleForwardProblem& problem) {
-  const int64_t heads = problem.sizes.num_sequences * problem.sizes.num_value_heads;
-  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
-  return 2 * heads <= multiprocessors ? kWidth / 2 : kWidth;
+  return scan_columns(problem.sizes.num_sequences * problem.sizes.num_value_heads, problem.args.in.q.device.index);
 }
 
 }  // namespace
+
+// Few heads: narrow blocks, as long as each has a multiprocessor of its own.
+int scan_columns(int64_t heads, int device) {
+  return 2 * heads <= device_attribute(cudaDevAttrMultiProcessorCount, device) ? kWidth / 2 : kWidth;
+}
 
 ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkArgs& args) {
   const auto rows = [](const TensorView& x) { return token_map(x, kChunkRows, 64, Swizzle::k128); };
