@@ -10,10 +10,11 @@
 namespace fastweight::cuda::chunk_16bit {
 
 struct BackKernels {
-  int columns;                                         // of values, in a block of the scan back
-  int ready_columns;                                   // which publish their progress together
-  int gradients_on_one;                                // blocks of the gradients on a multiprocessor
-  bool sums_keys;                                      // whether these leave sums of dq and dk in memory
+  bool beside;           // the gradients of a chunk begin when the scan back has left it, not when it has ended
+  int64_t rows = 0;      // as in BackProgress
+  int ready_columns;     // of values, which the scan back publishes together
+  int gradients_on_one;  // blocks of the gradients on a multiprocessor
+  bool sums_keys;        // whether these leave sums of dq and dk in memory
   std::function<void(const ChunkArgs&)> scan_states;   // over all chunks, as in the forward: the states before them
   std::function<void(const GradientArgs&)> scan_back;  // over a window
   std::function<void(const GradientArgs&, int64_t blocks)> gradients;  // of its chunks, with sums of so many blocks

@@ -62,10 +62,11 @@ ParameterSums parameter_sums(const DeltaRuleBackwardProblem& problem, const Chun
 
 // Whether the gradients run beside the scan back: where it leaves a quarter of the device idle. With less to gain, taking
 // the chunks as they come costs more than it brings (measured on an H200: 64 heads of 128 columns, 8.5 against 7.9 ms).
-bool runs_beside(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels) {
+bool runs_beside(const DeltaRuleBackwardProblem& problem) {
   if (has_decay_per_channel(problem)) return false;  // it brought nothing there
   const DeltaRuleSizes& sizes = problem.sizes;
-  const int64_t ranges = (padded_v(problem) + kernels.columns - 1) / kernels.columns;
+  const int columns = back_config_of(problem).columns();
+  const int64_t ranges = (padded_v(problem) + columns - 1) / columns;
   const int64_t blocks = sizes.num_sequences * sizes.num_value_heads * ranges;
   return 4 * blocks <= 3 * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
 }
@@ -120,8 +121,7 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
   Scratch scratch;
   scratch.first_chunk = take_first_chunks(layout, problem);
   scratch.factors = take_factors(layout, problem, with_factors, true);
-  scratch.flags =
-      layout.take<uint32_t>(runs_beside(problem, kernels) ? count_flags(problem, kernels, chunk) + windows.count : 0);
+  scratch.flags = layout.take<uint32_t>(kernels.beside ? count_flags(problem, kernels, chunk) + windows.count : 0);
   scratch.S = layout.take<uint16_t>(has_states(problem) ? 0 : chunk.num_chunks * HV * V * K);
   scratch.G = layout.take<uint16_t>(slots * HV * V * K);
   scratch.Y = layout.take<uint16_t>(slots * HV * V * kChunkRows);
@@ -203,13 +203,16 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
 std::string config_text(const DeltaRuleBackwardProblem& problem) { return back_config_of(problem).text(); }
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
-  const int columns = back_config_of(problem).columns();
-  backward_in_windows(problem,
-                      {columns, columns, gradients_on_one(problem), sums_keys(problem),
-                       [&](const ChunkArgs& args) { scan_forward(args, config_of(problem), context); },
-                       [&](const GradientArgs& args) { scan_back(problem, args, context); },
-                       [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); }},
-                      context);
+  backward_in_windows(
+      problem,
+      {.beside = runs_beside(problem),
+       .ready_columns = back_config_of(problem).columns(),
+       .gradients_on_one = gradients_on_one(problem),
+       .sums_keys = sums_keys(problem),
+       .scan_states = [&](const ChunkArgs& args) { scan_forward(args, config_of(problem), context); },
+       .scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); },
+       .gradients = [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); }},
+      context);
 }
 
 void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels, const Context& context) {
@@ -248,17 +251,16 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKern
   args.parameter_parts = sums.parts = sums.wanted() ? scratch.parameter_parts : nullptr;
   args.key_sums = kernels.sums_keys ? scratch.key_sums : nullptr;
   if (args.chunk.num_chunks > 0) provide_states(problem, kernels, scratch, args, context);
-  const bool beside = runs_beside(problem, kernels);
   const int64_t flags = count_flags(problem, kernels, args.chunk);
-  if (beside) {
-    args.progress = {scratch.flags, nullptr, ready_ranges(problem, kernels)};
+  if (kernels.beside) {
+    args.progress = {scratch.flags, nullptr, ready_ranges(problem, kernels), kernels.rows};
     const size_t bytes = static_cast<size_t>(flags + windows.count) * sizeof(uint32_t);
     check_cuda(cudaMemsetAsync(scratch.flags, 0, bytes, stream_of(context)), "cudaMemsetAsync");
   }
   for (int64_t n = 0; n < windows.count; ++n) {
     args.chunk.window = windows.at(windows.count - 1 - n);
     if (windows.count > 1) args.chunk.carried = carried_states(problem, scratch.carried, n);
-    if (beside) args.progress.counter = scratch.flags + flags + n;
+    if (kernels.beside) args.progress.counter = scratch.flags + flags + n;
     if (args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
     kernels.scan_back(args);
     if (args.chunk.num_chunks > 0)

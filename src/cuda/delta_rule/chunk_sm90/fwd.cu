@@ -54,14 +54,16 @@ FactorMaps factor_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
           copies_map(args.factors.keys, in.k.dtype, count_items(args)), has_g};
 }
 
-// Few heads: narrow blocks, as long as each has a multiprocessor of its own.
 int columns_of(const DeltaRuleForwardProblem& problem) {
-  const int64_t heads = problem.sizes.num_sequences * problem.sizes.num_value_heads;
-  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
-  return 2 * heads <= multiprocessors ? kWidth / 2 : kWidth;
+  return scan_columns(problem.sizes.num_sequences * problem.sizes.num_value_heads, problem.args.in.q.device.index);
 }
 
 }  // namespace
+
+// Few heads: narrow blocks, as long as each has a multiprocessor of its own.
+int scan_columns(int64_t heads, int device) {
+  return 2 * heads <= device_attribute(cudaDevAttrMultiProcessorCount, device) ? kWidth / 2 : kWidth;
+}
 
 ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkArgs& args) {
   const int64_t items = count_items(args);

@@ -28,7 +28,7 @@ using chunk_16bit::Item;
 using chunk_16bit::kRowNumbers;
 
 constexpr int kGradientThreads = 3 * kGroupThreads, kWorkers = 2 * kGroupThreads;
-constexpr int kGradientRegisters = 200, kBringerRegisters = 104;
+constexpr int kGradientRegisters = 208, kBringerRegisters = 88;
 
 using StatesTile = PanelTile<kWidth, kWidth>;        // S^T and G^T: a row per value column
 using WrittenTile = PanelTile<kWidth, kChunkRows>;   // Y^T and R^T
@@ -72,6 +72,7 @@ struct alignas(1024) GradientShared {
   GradientSums sums;
   double halves[4];  // of finish_head
   Item items[2];
+  Item next[2];  // of the warp that brings the operands: here they take no registers
   TransactionBarrier numbers_filled[2], numbers_free[2], keys_filled[2], keys_free[2];
   TransactionBarrier first_filled, second_filled, third_filled, first_free, states_free, pairs_free;
   TransactionBarrier sums_filled, sums_free;
@@ -151,10 +152,10 @@ struct Bringer {
 
   __device__ __forceinline__ void run() const {
     const chunk_16bit::BackProgress& progress = args.progress;
-    Item item;
-    chunk_16bit::first_item<kWidth>(args.chunk, chunk_16bit::first_pair(args), item);
+    chunk_16bit::first_item<kWidth>(args.chunk, chunk_16bit::first_pair(args), s.next[0]);
     uint32_t keys = 0;
     for (uint32_t turn = 0;; ++turn) {
+      const Item& item = s.next[turn % 2];
       const bool exists = item.span.sequence >= 0;
       if (exists && item.first) bring_keys(item, keys++);
       bring_numbers(item, turn);
@@ -165,12 +166,10 @@ struct Bringer {
         fence_async_proxy_global();
       }
       bring_operands(item, turn);
-      Item next;
       const int64_t pair = !item.last           ? 0
-                           : progress.present() ? chunk_16bit::pair_from_the_end(args.chunk, claim(progress.counter))
+                           : progress.present() ? chunk_16bit::claimed_pair(args, claim(progress.counter))
                                                 : item.pair + gridDim.x;
-      chunk_16bit::find_next<kWidth>(args.chunk, item, pair, next);
-      item = next;
+      chunk_16bit::find_next<kWidth>(args.chunk, item, pair, s.next[(turn + 1) % 2]);
     }
   }
 };
@@ -236,7 +235,9 @@ struct Along {
   }
 };
 
-template <DType kType>
+// kGrouped: dq and dk are sums over the value heads of a group, in registers. They leave no room for the products of step 3
+// beside those of step 2, which they then follow.
+template <DType kType, bool kGrouped>
 struct GradientGroup {
   const GradientArgs& args;
   const GradientMaps& maps;
@@ -444,9 +445,20 @@ struct GradientGroup {
     s.keys_free[keys % 2].arrive();
   }
 
+  struct GroupSums {
+    Rows q, k;
+  };
+  __device__ __forceinline__ static void add(bool first, const Rows& x, Rows& sum) {
+#pragma unroll
+    for (int n = 0; n < kWidth / 16; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[n][e] = first ? x[n][e] : sum[n][e] + x[n][e];
+    }
+  }
+
   // Steps 2 and 3.
   __device__ __forceinline__ void gradients(const Item& item, const GradientNumbers& numbers, uint32_t keys,
-                                            Along& along) {
+                                            Along& along, GroupSums& sums) {
     const KeyTile k(s.k[keys % 2]), q(s.q[keys % 2]), d_o(s.d_o);
     const HalfTile my_k(s.k[keys % 2] + group * HalfTile::kBytes), my_q(s.q[keys % 2] + group * HalfTile::kBytes);
     const StatesTile S(s.S), G(s.G);
@@ -467,22 +479,26 @@ struct GradientGroup {
 #pragma unroll
     for (int m = 0; m < kKeySteps; ++m) wgmma<kType, 32>(kk, k.along_rows(0, m), k.along_rows(column, m), m > 0);
     wgmma_commit();
-    wgmma_fence(dq, dk, x);
+    const auto read_states = [&] {
+      wgmma_fence(dq, dk, x);
 #pragma unroll
-    for (int m = 0; m < kKeySteps; ++m) {
-      wgmma<kType, 64>(dq, d_o.along_rows(0, m), S.along_columns(channel, m), m > 0);
-    }
+      for (int m = 0; m < kKeySteps; ++m) {
+        wgmma<kType, 64>(dq, d_o.along_rows(0, m), S.along_columns(channel, m), m > 0);
+      }
 #pragma unroll
-    for (int m = 0; m < kKeySteps; ++m) {
-      wgmma<kType, 64>(dk, Y.along_columns(0, m), S.along_columns(channel, m), m > 0);
-    }
+      for (int m = 0; m < kKeySteps; ++m) {
+        wgmma<kType, 64>(dk, Y.along_columns(0, m), S.along_columns(channel, m), m > 0);
+      }
 #pragma unroll
-    for (int m = 0; m < kKeySteps; ++m) {
-      wgmma<kType, 64>(x, R.along_columns(0, m), G.along_columns(channel, m), m > 0);
-    }
-    wgmma_commit();
-    wgmma_wait<1>(dP, dA, kk);
+      for (int m = 0; m < kKeySteps; ++m) {
+        wgmma<kType, 64>(x, R.along_columns(0, m), G.along_columns(channel, m), m > 0);
+      }
+      wgmma_commit();
+    };
+    if constexpr (!kGrouped) read_states();
+    wgmma_wait<kGrouped ? 0 : 1>(dP, dA, kk);
     make_pairs(numbers, dP, dA, kk);
+    if constexpr (kGrouped) read_states();
     if (args.chunk.problem.gate != Gate::kNone) dot_states();
     wgmma_wait<0>(dq, dk, x);
     release(s.states_free);
@@ -512,16 +528,20 @@ struct GradientGroup {
     if (args.chunk.problem.qk_l2norm) along.add(s.sums, numbers, 16 * warp + lane / 4, item.first);
     wgmma_wait<0>(dq, dk);
     release(s.pairs_free);
-    chunk_16bit::carry<kWidth>(args, item, 0, thread, dq);
-    chunk_16bit::carry<kWidth>(args, item, 1, thread, dk);
+    if constexpr (kGrouped) {
+      const bool first = item.first;
+      add(first, dq, sums.q);
+      add(first, dk, sums.k);
+    }
     if (item.last) {
       forget();
-      store_keys(item, numbers, keys, along, dq, dk);
+      store_keys(item, numbers, keys, along, kGrouped ? sums.q : dq, kGrouped ? sums.k : dk);
     }
   }
 
   __device__ __forceinline__ void run() {
     Along along;
+    GroupSums sums = {};
     uint32_t keys = 0;
     for (uint32_t turn = 0;; ++turn) {
       s.numbers_filled[turn % 2].wait(turn / 2 % 2);
@@ -538,7 +558,7 @@ struct GradientGroup {
       s.second_filled.wait(turn % 2);
       s.third_filled.wait(turn % 2);
       s.sums_free.wait(turn % 2 ^ 1);
-      gradients(item, numbers, keys, along);
+      gradients(item, numbers, keys, along, sums);
       if (item.last) ++keys;
       release(s.numbers_free[turn % 2]);
     }
@@ -587,7 +607,7 @@ struct TokenGroup {
   }
 };
 
-template <DType kType>
+template <DType kType, bool kGrouped>
 __global__ void __launch_bounds__(kGradientThreads, 1)
     gradients_kernel(const __grid_constant__ GradientArgs args, const __grid_constant__ GradientMaps maps) {
   auto& s = aligned_shared<GradientShared>();
@@ -622,7 +642,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     if (role < kTokenWarps) TokenGroup{args, s, thread - kWorkers, lane}.run();
   } else {
     take_registers<kGradientRegisters>();
-    GradientGroup<kType>{args, maps, s, warp / 4, warp % 4, lane, thread}.run();
+    GradientGroup<kType, kGrouped>{args, maps, s, warp / 4, warp % 4, lane, thread}.run();
   }
   wait_for_previous_kernels();
 }
@@ -631,9 +651,10 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
 
 template <DType kType>
 void launch_gradients(const GradientArgs& args, const GradientMaps& maps, int64_t blocks, const Context& context) {
-  launch<gradients_kernel<kType>>("delta_rule chunk_sm90 gradients", context,
-                                  {static_cast<unsigned>(blocks), kGradientThreads, sizeof(GradientShared), true}, args,
-                                  maps);
+  const LaunchShape shape{static_cast<unsigned>(blocks), kGradientThreads, sizeof(GradientShared), true};
+  constexpr const char* kName = "delta_rule chunk_sm90 gradients";
+  args.chunk.problem.group > 1 ? launch<gradients_kernel<kType, true>>(kName, context, shape, args, maps)
+                               : launch<gradients_kernel<kType, false>>(kName, context, shape, args, maps);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -26,6 +26,9 @@ TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items);
 // Of the chunks of a launch. `o` absent: only states are wanted.
 ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const chunk_16bit::ChunkArgs& args);
 
+// Value columns of a block, for so many heads of all sequences.
+int scan_columns(int64_t heads, int device);
+
 size_t scan_bytes();  // of shared memory in the widest block
 
 // One launch, of blocks with 64 or 128 value columns. For bf16 and fp16, a file each.
