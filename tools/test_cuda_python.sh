@@ -12,7 +12,6 @@ python3 -m zipfile -e "$wheel" "$folder"
 export PYTHONPATH=$folder PYTHONDONTWRITEBYTECODE=1
 python3 -c 'import fastweight, torch; print(torch.__version__, fastweight.info())' || exit 1
 failed=0
-python3 -m pytest -p no:cacheprovider -q -rs --durations=5 tests/python/test_cuda.py tests/python/test_cuda_training.py \
-  || failed=1
+python3 -m pytest -p no:cacheprovider -q -rs --durations=5 tests/python/test_cuda{,_large,_training}.py || failed=1
 python3 bench/compare_cuda.py "${@:2}" || failed=1
 exit $failed

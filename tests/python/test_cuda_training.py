@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fastweight
 from fastweight import layers, ops
 from helpers import assert_close, draw, gradients, leaves
-from test_cuda import rows
+from test_cuda_large import rows
 from test_delta_rule import CHUNK, FP32, RAW, RECURRENT, THRESHOLDS
 from test_ttt_linear import KEEP
 from test_ttt_linear import THRESHOLDS as TTT_THRESHOLDS

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "fastweight/tensor.h"
+#include "products.h"
 
 namespace fastweight::cuda {
 
@@ -76,11 +77,7 @@ void accumulate(void* const* lanes, const double (&a)[16][kInner], const double 
     }
   };
   for_each_element([](float own, double& sum) { sum = own; });
-  for (int row = 0; row < 16; ++row) {
-    for (int k = 0; k < kInner; ++k) {
-      for (int column = 0; column < 8; ++column) c[row][column] += a[row][k] * b[k][column];
-    }
-  }
+  emulator::add_product(c[0], a[0], b[0], kInner);
   for_each_element([](float& own, double sum) { own = cut(sum); });
 }
 
