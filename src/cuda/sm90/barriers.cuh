@@ -70,10 +70,6 @@ __device__ __forceinline__ void fence_barrier_init() {
 // after a barrier with this thread. Also before TMA loads over memory that this thread has read or written so.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// What this thread has learnt to be in global memory, by is_published or the like, can be read by TMA loads that it
-// starts after.
-__device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-
 // True for one lane of the warp, all of whose lanes call it: the same one at every call.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;

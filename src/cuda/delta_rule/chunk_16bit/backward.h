@@ -10,11 +10,11 @@
 namespace fastweight::cuda::chunk_16bit {
 
 struct BackKernels {
-  bool beside;           // the gradients of a chunk begin when the scan back has left it, not when it has ended
-  int64_t rows = 0;      // as in BackProgress
-  int ready_columns;     // of values, which the scan back publishes together
-  int gradients_on_one;  // blocks of the gradients on a multiprocessor
-  bool sums_keys;        // whether these leave sums of dq and dk in memory
+  // Value columns that the scan back publishes together, where the gradients of a chunk begin when it has left them; 0: they
+  // begin when it has ended.
+  int ready_columns;
+  int gradients_on_one;                                // blocks of the gradients on a multiprocessor
+  bool sums_keys;                                      // whether these leave sums of dq and dk in memory
   std::function<void(const ChunkArgs&)> scan_states;   // over all chunks, as in the forward: the states before them
   std::function<void(const GradientArgs&)> scan_back;  // over a window
   std::function<void(const GradientArgs&, int64_t blocks)> gradients;  // of its chunks, with sums of so many blocks

@@ -121,7 +121,8 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
   Scratch scratch;
   scratch.first_chunk = take_first_chunks(layout, problem);
   scratch.factors = take_factors(layout, problem, with_factors, true);
-  scratch.flags = layout.take<uint32_t>(kernels.beside ? count_flags(problem, kernels, chunk) + windows.count : 0);
+  scratch.flags =
+      layout.take<uint32_t>(kernels.ready_columns > 0 ? count_flags(problem, kernels, chunk) + windows.count : 0);
   scratch.S = layout.take<uint16_t>(has_states(problem) ? 0 : chunk.num_chunks * HV * V * K);
   scratch.G = layout.take<uint16_t>(slots * HV * V * K);
   scratch.Y = layout.take<uint16_t>(slots * HV * V * kChunkRows);
@@ -205,8 +206,7 @@ std::string config_text(const DeltaRuleBackwardProblem& problem) { return back_c
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   backward_in_windows(
       problem,
-      {.beside = runs_beside(problem),
-       .ready_columns = back_config_of(problem).columns(),
+      {.ready_columns = runs_beside(problem) ? back_config_of(problem).columns() : 0,
        .gradients_on_one = gradients_on_one(problem),
        .sums_keys = sums_keys(problem),
        .scan_states = [&](const ChunkArgs& args) { scan_forward(args, config_of(problem), context); },
@@ -251,16 +251,17 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKern
   args.parameter_parts = sums.parts = sums.wanted() ? scratch.parameter_parts : nullptr;
   args.key_sums = kernels.sums_keys ? scratch.key_sums : nullptr;
   if (args.chunk.num_chunks > 0) provide_states(problem, kernels, scratch, args, context);
-  const int64_t flags = count_flags(problem, kernels, args.chunk);
-  if (kernels.beside) {
-    args.progress = {scratch.flags, nullptr, ready_ranges(problem, kernels), kernels.rows};
+  const bool beside = kernels.ready_columns > 0;
+  const int64_t flags = beside ? count_flags(problem, kernels, args.chunk) : 0;
+  if (beside) {
+    args.progress = {scratch.flags, nullptr, ready_ranges(problem, kernels)};
     const size_t bytes = static_cast<size_t>(flags + windows.count) * sizeof(uint32_t);
     check_cuda(cudaMemsetAsync(scratch.flags, 0, bytes, stream_of(context)), "cudaMemsetAsync");
   }
   for (int64_t n = 0; n < windows.count; ++n) {
     args.chunk.window = windows.at(windows.count - 1 - n);
     if (windows.count > 1) args.chunk.carried = carried_states(problem, scratch.carried, n);
-    if (kernels.beside) args.progress.counter = scratch.flags + flags + n;
+    if (beside) args.progress.counter = scratch.flags + flags + n;
     if (args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
     kernels.scan_back(args);
     if (args.chunk.num_chunks > 0)

@@ -30,7 +30,6 @@ struct BackProgress {
   uint32_t* ready = nullptr;    // [chunks][HV][ranges]: G and Y of a range of value columns are in memory
   uint32_t* counter = nullptr;  // [1], of the window: how many pairs of a chunk and a key head have been claimed
   int ranges = 0;
-  int64_t rows = 0;  // key heads, counted over the sequences, that the scan back works on at a time; 0: all of them
 
   FW_HOST_DEVICE bool present() const { return ready != nullptr; }
   __device__ __forceinline__ uint32_t* ready_at(int64_t item) const { return ready + item * ranges; }

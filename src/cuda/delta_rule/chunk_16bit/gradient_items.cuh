@@ -57,7 +57,7 @@ __device__ __forceinline__ void find_next(const ChunkArgs& args, const Item& ite
   describe<kColumns>(args, item.last ? 0 : item.closes ? h + 1 : h, next);
 }
 
-// Pair n in the order in which the scan back leaves them, if it works on all rows at once: the last chunks of all first.
+// Pair n in the order in which the scan back leaves them: the last chunks of all rows first.
 __device__ __forceinline__ int64_t pair_from_the_end(const ChunkArgs& args, int64_t n) {
   const Sequences& sequences = args.problem.sequences;
   const int heads = args.problem.num_value_heads / args.problem.group;
@@ -68,39 +68,10 @@ __device__ __forceinline__ int64_t pair_from_the_end(const ChunkArgs& args, int6
   return (position < 0 ? rows * width : turn % rows * width + position) * heads + n % heads;
 }
 
-// The same if it works on `rows` key heads at a time: all chunks of the first ones, then those of the next. With offsets,
-// `rows` are of one sequence, and sequences follow each other.
-__device__ __forceinline__ int64_t pair_of_rounds(const ChunkArgs& args, int64_t rows, int64_t n) {
-  const Sequences& sequences = args.problem.sequences;
-  const ChunkWindow& window = args.window;
-  const int64_t heads = args.problem.num_value_heads / args.problem.group;
-  const int64_t beyond = chunks_in_window(args) * heads;
-  int64_t all = sequences.count * heads, begin = 0, width = window.width();
-  if (sequences.offsets != nullptr) {
-    const int64_t chunk = window.begin + n / heads;
-    const ChunkSpan span = chunk < window.end ? chunk_at(args.chunked, chunk) : ChunkSpan{};
-    if (span.sequence < 0) return beyond;
-    const int64_t* first = args.chunked.first_chunk + span.sequence;
-    begin = max(first[0], window.begin) - window.begin;
-    width = min(first[1], window.end) - window.begin - begin;
-    n -= begin * heads;
-    all = heads;
-  }
-  const int64_t round = n / (rows * width), here = min(rows, all - round * rows);
-  if (here <= 0) return beyond;
-  n -= round * rows * width;
-  const int64_t position = width - 1 - n / here, row = round * rows + n % here;
-  return position < 0 ? beyond : (row / heads * width + begin + position) * heads + row % heads;
-}
-
 // With one decay per head a block takes one pair of a chunk and a key head after the other: beside the scan back whichever
 // is next, after it every gridDim.x-th. By one thread.
-__device__ __forceinline__ int64_t claimed_pair(const GradientArgs& args, uint32_t claimed) {
-  const int64_t rows = args.progress.rows;
-  return rows > 0 ? pair_of_rounds(args.chunk, rows, claimed) : pair_from_the_end(args.chunk, claimed);
-}
 __device__ __forceinline__ int64_t first_pair(const GradientArgs& args) {
-  return args.progress.present() ? claimed_pair(args, claim(args.progress.counter)) : int64_t{blockIdx.x};
+  return args.progress.present() ? pair_from_the_end(args.chunk, claim(args.progress.counter)) : int64_t{blockIdx.x};
 }
 
 // Whether the scan back has left what the item needs.

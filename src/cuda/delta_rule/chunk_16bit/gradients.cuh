@@ -227,7 +227,7 @@ struct Gradients {
     if (item.opens) sums.dg = sums.dbeta = 0;
     pair_gradients(item, sums);
     if (thread == 0) {
-      const int64_t pair = progress.present() ? claimed_pair(args, claimed) : item.pair + gridDim.x;
+      const int64_t pair = progress.present() ? pair_from_the_end(args.chunk, claimed) : item.pair + gridDim.x;
       find_next<X::kColumns>(args.chunk, item, pair, s.items[&item == s.items]);
     }
     key_gradients(item, sums);

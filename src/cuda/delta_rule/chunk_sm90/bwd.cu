@@ -18,28 +18,8 @@ using chunk_16bit::ChunkArgs;
 using chunk_16bit::GradientArgs;
 using chunk_16bit::kChunkRows;
 
-// How the two kernels share the device. The scan back gets about a quarter of the multiprocessors, and works on as many
-// heads at a time; the gradients follow it on the others, so near that they find in the L2 cache what it has read and
-// left. In time one does to the other about what a quarter does to three (measured on an H200).
-struct Plan {
-  int columns;     // of values, in a block of the scan back
-  int64_t blocks;  // of the scan back
-  bool beside;     // as in BackKernels
-  int64_t rows;
-};
-Plan plan_of(const DeltaRuleBackwardProblem& problem) {
-  const DeltaRuleSizes& sizes = problem.sizes;
-  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
-  const int64_t heads = sizes.num_sequences * sizes.num_value_heads, quarter = multiprocessors / 4;
-  const int columns = 2 * heads <= quarter ? kWidth / 2 : kWidth;
-  const int64_t of_row = sizes.group * (kWidth / columns);  // blocks of a key head
-  const int64_t all = sizes.num_sequences * sizes.num_heads, most = std::max<int64_t>(quarter / of_row, 1);
-  const int64_t rounds = std::max<int64_t>((all + most - 1) / most, 1), rows = (all + rounds - 1) / rounds;
-  // Sequences of different lengths at a time: they are scanned all at once.
-  if (problem.args.in.cu_seqlens.present() && rows > sizes.num_heads) {
-    return {columns, all * of_row, 4 * all * of_row <= 3 * multiprocessors, 0};
-  }
-  return {columns, rows * of_row, true, rows};
+int columns_of(const DeltaRuleBackwardProblem& problem) {
+  return scan_columns(problem.sizes.num_sequences * problem.sizes.num_value_heads, problem.args.in.q.device.index);
 }
 
 TensorMap rows_of(const TensorView& x) {
@@ -65,23 +45,21 @@ WindowMaps window_maps(const DeltaRuleBackward& call, const GradientArgs& args) 
 }
 
 void scan_states(const DeltaRuleBackwardProblem& problem, const ChunkArgs& args, const Context& context) {
-  const int64_t heads = problem.sizes.num_sequences * problem.sizes.num_value_heads;
-  const int columns = scan_columns(heads, problem.args.in.q.device.index);
+  const int columns = columns_of(problem);
   const ScanMaps maps = scan_maps(problem.args.in, {}, args);
   problem.args.in.k.dtype == DType::kBF16 ? launch_scan<DType::kBF16>(args, maps, columns, context)
                                           : launch_scan<DType::kF16>(args, maps, columns, context);
 }
 
-void scan_back(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, const Plan& plan,
-               const Context& context) {
+void scan_back(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, const Context& context) {
+  const int columns = columns_of(problem);
   ScanBackMaps maps{};
   if (args.chunk.num_chunks > 0) {
     const WindowMaps of = window_maps(problem.args, args);
     maps = {of.k, of.q, of.d_o, rows_of(problem.args.dv), of.J, of.sP, of.G, of.Y};
   }
-  problem.args.in.k.dtype == DType::kBF16
-      ? launch_scan_back<DType::kBF16>(args, maps, plan.columns, plan.blocks, context)
-      : launch_scan_back<DType::kF16>(args, maps, plan.columns, plan.blocks, context);
+  problem.args.in.k.dtype == DType::kBF16 ? launch_scan_back<DType::kBF16>(args, maps, columns, context)
+                                          : launch_scan_back<DType::kF16>(args, maps, columns, context);
 }
 
 void gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, int64_t blocks,
@@ -170,22 +148,17 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
 }
 
 std::string config_text(const DeltaRuleBackwardProblem& problem) {
-  const Plan plan = plan_of(problem);
-  return "K " + std::to_string(kWidth) + ", columns " + std::to_string(plan.columns) + ", blocks " +
-         std::to_string(plan.blocks);
+  return "K " + std::to_string(kWidth) + ", columns " + std::to_string(columns_of(problem));
 }
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
-  const Plan plan = plan_of(problem);
   chunk_16bit::backward_in_windows(
       problem,
-      {.beside = plan.beside,
-       .rows = plan.rows,
-       .ready_columns = kWidth / 2,
+      {.ready_columns = 0,
        .gradients_on_one = 1,
        .sums_keys = false,
        .scan_states = [&](const ChunkArgs& args) { scan_states(problem, args, context); },
-       .scan_back = [&](const GradientArgs& args) { scan_back(problem, args, plan, context); },
+       .scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); },
        .gradients = [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); }},
       context);
 }

@@ -151,8 +151,7 @@ struct Bringer {
   }
 
   __device__ __forceinline__ void run() const {
-    const chunk_16bit::BackProgress& progress = args.progress;
-    chunk_16bit::first_item<kWidth>(args.chunk, chunk_16bit::first_pair(args), s.next[0]);
+    chunk_16bit::first_item<kWidth>(args.chunk, int64_t{blockIdx.x}, s.next[0]);
     uint32_t keys = 0;
     for (uint32_t turn = 0;; ++turn) {
       const Item& item = s.next[turn % 2];
@@ -160,16 +159,8 @@ struct Bringer {
       if (exists && item.first) bring_keys(item, keys++);
       bring_numbers(item, turn);
       if (!exists) return;
-      if (progress.present()) {
-        while (!chunk_16bit::is_ready(args, item)) {
-        }
-        fence_async_proxy_global();
-      }
       bring_operands(item, turn);
-      const int64_t pair = !item.last           ? 0
-                           : progress.present() ? chunk_16bit::claimed_pair(args, claim(progress.counter))
-                                                : item.pair + gridDim.x;
-      chunk_16bit::find_next<kWidth>(args.chunk, item, pair, s.next[(turn + 1) % 2]);
+      chunk_16bit::find_next<kWidth>(args.chunk, item, item.pair + gridDim.x, s.next[(turn + 1) % 2]);
     }
   }
 };
@@ -630,9 +621,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     fence_barrier_init();
   }
   const auto thread = static_cast<int>(threadIdx.x);
-  // With BackProgress the scan back lets this kernel start when it has waited for all kernels before itself, and what it
-  // leaves is taken as it comes; that it ends before this kernel does is for those after.
-  if (!args.progress.present()) wait_for_previous_kernels();
+  wait_for_previous_kernels();
   __syncthreads();
   const int warp = uniform_warp(), lane = thread % kWarpSize;
   if (warp >= kWarps) {
@@ -644,7 +633,6 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     take_registers<kGradientRegisters>();
     GradientGroup<kType, kGrouped>{args, maps, s, warp / 4, warp % 4, lane, thread}.run();
   }
-  wait_for_previous_kernels();
 }
 
 }  // namespace

@@ -126,16 +126,6 @@ struct BackStorer {
   typename BackBlock<kGroups>::Shared& s;
   int group;
 
-  // A chunk is published when the stores of so many more have been started: then its own, two groups of each chunk, have
-  // ended, and nothing waits.
-  static constexpr int kLag = 2;
-
-  // G and Y of a chunk are in memory, for those that wait for them.
-  __device__ __forceinline__ void publish_chunk(const ScanPart& part, int64_t chunk, int column) const {
-    const int64_t item = chunk * args.chunk.problem.num_value_heads + part.head;
-    publish(args.progress.ready_at(item) + column / kGroupColumns);
-  }
-
   __device__ __forceinline__ void run(int64_t parts) const {
     const StateTile G(s.leaving[group].G);
     const WritesTile Y(s.leaving[group].Y);
@@ -155,10 +145,6 @@ struct BackStorer {
         commit_stores();
         wait_stores_read<0>();
         s.G_left[group].arrive();
-        if (args.progress.present() && c + kLag < walk.chunks) {
-          wait_stores<2 * kLag - 1>();
-          publish_chunk(part, chunk + kLag, column);
-        }
         s.Y_ready[group].wait(parity);
         store_box(maps.Y, {0, column, slot}, Y.panel(0));
         if (args.dv.present()) {
@@ -169,9 +155,6 @@ struct BackStorer {
         wait_stores_read<0>();
         s.Y_left[group].arrive();
       }
-      if (!args.progress.present()) return;
-      wait_stores<0>();
-      for (int c = min(kLag, walk.chunks) - 1; c >= 0; --c) publish_chunk(part, walk.first_chunk + c, column);
     });
   }
 };
@@ -364,7 +347,6 @@ __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
     fence_barrier_init();
   }
   wait_for_previous_kernels();
-  if (args.progress.present()) let_next_kernel_start();
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
@@ -391,24 +373,23 @@ __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
 }
 
 template <DType kType, int kGroups>
-void launch_scan_back(const GradientArgs& args, const ScanBackMaps& maps, int64_t blocks, const Context& context) {
+void launch_scan_back(const GradientArgs& args, const ScanBackMaps& maps, const Context& context) {
   using Shape = Block<kGroups>;
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
   const int64_t ranges = (p.head_dim_v + Shape::kColumns - 1) / Shape::kColumns;
   const int64_t parts = p.sequences.count * p.num_value_heads * ranges;
   launch<scan_back_kernel<kType, kGroups>>("delta_rule chunk_sm90 scan back", context,
-                                           {static_cast<unsigned>(std::min<int64_t>({parts, blocks, 1 << 30})),
-                                            Shape::kThreads, sizeof(typename BackBlock<kGroups>::Shared), true},
+                                           {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads,
+                                            sizeof(typename BackBlock<kGroups>::Shared), true},
                                            args, maps, parts);
 }
 
 }  // namespace
 
 template <DType kType>
-void launch_scan_back(const GradientArgs& args, const ScanBackMaps& maps, int columns, int64_t blocks,
-                      const Context& context) {
-  columns == Block<1>::kColumns ? launch_scan_back<kType, 1>(args, maps, blocks, context)
-                                : launch_scan_back<kType, 2>(args, maps, blocks, context);
+void launch_scan_back(const GradientArgs& args, const ScanBackMaps& maps, int columns, const Context& context) {
+  columns == Block<1>::kColumns ? launch_scan_back<kType, 1>(args, maps, context)
+                                : launch_scan_back<kType, 2>(args, maps, context);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

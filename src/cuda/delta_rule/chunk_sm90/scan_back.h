@@ -19,9 +19,9 @@ TensorMap rows_map(const uint16_t* matrices, DType dtype, int columns, int64_t i
 
 size_t scan_back_bytes();  // of shared memory in the widest block
 
-// One launch, of at most so many blocks with 64 or 128 value columns. For bf16 and fp16, a file each.
+// One launch, of blocks with 64 or 128 value columns. For bf16 and fp16, a file each.
 template <DType kType>
-void launch_scan_back(const chunk_16bit::GradientArgs& args, const ScanBackMaps& maps, int columns, int64_t blocks,
+void launch_scan_back(const chunk_16bit::GradientArgs& args, const ScanBackMaps& maps, int columns,
                       const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -5,6 +5,6 @@ namespace fastweight::cuda::chunk_sm90 {
 size_t scan_back_bytes() { return sizeof(BackBlock<2>::Shared); }
 
 template void launch_scan_back<DType::kBF16>(const GradientArgs& args, const ScanBackMaps& maps, int columns,
-                                             int64_t blocks, const Context& context);
+                                             const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90

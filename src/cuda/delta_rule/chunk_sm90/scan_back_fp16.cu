@@ -3,6 +3,6 @@
 namespace fastweight::cuda::chunk_sm90 {
 
 template void launch_scan_back<DType::kF16>(const GradientArgs& args, const ScanBackMaps& maps, int columns,
-                                            int64_t blocks, const Context& context);
+                                            const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90
