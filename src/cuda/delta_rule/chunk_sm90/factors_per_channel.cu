@@ -21,7 +21,10 @@
 // so c - c_j has an error below 2^-12, a sixteenth of the rounding of what it multiplies.
 #include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 
+#include <limits>
+
 #include "cuda/common/launch.h"
+#include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/sm90/barriers.cuh"
 #include "cuda/sm90/panel_tile.cuh"
 #include "cuda/sm90/tma.cuh"
@@ -38,7 +41,8 @@ using chunk_16bit::kPitchOfA;
 using chunk_16bit::kPitchOfJ;
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
-constexpr int kRows = 16;  // of a tile
+constexpr int kBlocksOnOne = 3;  // multiprocessor
+constexpr int kRows = 16;        // of a tile
 constexpr int kTiles = kChunkRows / kRows;
 constexpr int kPairs = kWidth / 2;  // of channels
 static_assert(kTiles * kPairs == kThreads);
@@ -53,8 +57,8 @@ struct Item {
   int64_t factors;
 };
 
-__device__ __forceinline__ Item item_of_block(const ChunkArgs& args) {
-  const int HV = args.problem.num_value_heads, at = static_cast<int>(blockIdx.x);
+__device__ __forceinline__ Item item_of(const ChunkArgs& args, int at) {
+  const int HV = args.problem.num_value_heads;
   const int64_t chunk = args.window.chunk_in(at / HV);
   Item item;
   item.head = at % HV;
@@ -127,23 +131,36 @@ __device__ __forceinline__ uint32_t& pair_at(unsigned char* rows, int offset) {
   return *reinterpret_cast<uint32_t*>(rows + offset);
 }
 
-// By one thread. k and q beyond the tokens and channels are zeros.
-__device__ __forceinline__ void start_loads(const ChunkArgs& args, const FactorMaps& maps, const Item& item,
-                                            Shared& s) {
-  const int tokens = item.tokens, end = static_cast<int>(item.span.begin) + tokens;
-  const auto load = [&](const KeyMemory& memory, const TensorMap& map, int head) {
-    const KeyRows rows(memory);
+// body(memory, map, place) for the boxes that TMA brings. k and q beyond the tokens and channels are zeros.
+template <class Body>
+__device__ __forceinline__ void for_each_box(const ChunkArgs& args, const FactorMaps& maps, const Item& item, Shared& s,
+                                             const Body& body) {
+  const int end = static_cast<int>(item.span.begin) + item.tokens;
+  const auto rows = [&](const KeyMemory& memory, const TensorMap& map, int head) {
 #pragma unroll
     for (int p = 0; p < KeyRows::kPanels; ++p) {
-      load_box(rows.panel(p), map,
-               {p * KeyRows::kPanelColumns, head, kChunkRows - tokens, end, static_cast<int>(item.span.batch)},
-               s.filled);
+      const int place[5] = {p * KeyRows::kPanelColumns, head, kChunkRows - item.tokens, end,
+                            static_cast<int>(item.span.batch)};
+      body(KeyRows(memory).panel(p), map, place);
     }
   };
+  if (maps.has_g) rows(s.falling, maps.g, item.head);
+  rows(s.k, maps.k, item.head / args.problem.group);
+  rows(s.q, maps.q, item.head / args.problem.group);
+}
+
+// By one thread each: the block's rows; and those of a block that follows when this one has ended, to the L2 cache.
+__device__ __forceinline__ void start_loads(const ChunkArgs& args, const FactorMaps& maps, Shared& s) {
   s.filled.arrive_expecting((maps.has_g ? 3 : 2) * KeyRows::kBytes);
-  if (maps.has_g) load(s.falling, maps.g, item.head);
-  load(s.k, maps.k, item.head / args.problem.group);
-  load(s.q, maps.q, item.head / args.problem.group);
+  for_each_box(args, maps, s.item, s,
+               [&](uint32_t to, const TensorMap& map, const int(&place)[5]) { load_box(to, map, place, s.filled); });
+}
+__device__ __forceinline__ void prefetch_rows(const ChunkArgs& args, const FactorMaps& maps, Shared& s) {
+  if (blockIdx.x + maps.blocks_at_once >= gridDim.x) return;
+  const Item item = item_of(args, static_cast<int>(blockIdx.x) + maps.blocks_at_once);
+  if (item.span.sequence < 0) return;
+  for_each_box(args, maps, item, s,
+               [](uint32_t, const TensorMap& map, const int(&place)[5]) { prefetch_box(map, place); });
 }
 
 // The rows' norms are the diagonals of k k^T and q q^T. All are 1 unless the option asks.
@@ -460,7 +477,14 @@ __device__ __forceinline__ void make_tiles(Shared& s, const ChunkArgs& args, int
   if (!s.apart) {
 #pragma unroll 1
     for (int at = warp; at < 10; at += kWarps) {
-      const int row = at < 4 ? 3 : at < 7 ? 2 : at < 9 ? 1 : 0, column = at - (at < 4 ? 0 : at < 7 ? 4 : at < 9 ? 7 : 9);
+      const int row = at < 4   ? 3
+                      : at < 7 ? 2
+                      : at < 9 ? 1
+                               : 0,
+                column = at - (at < 4   ? 0
+                               : at < 7 ? 4
+                               : at < 9 ? 7
+                                        : 9);
       make_tile<kType, false>(s, row, column, nullptr, lane, sP);
     }
   } else if (warp < 4) {
@@ -485,22 +509,24 @@ __device__ __forceinline__ void store_token_factors(const Shared& s, int64_t ite
 }
 
 template <DType kType>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, kBlocksOnOne)
     channel_factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ FactorMaps maps) {
   auto& s = aligned_shared<Shared>();
   const DeltaRuleDeviceProblem& p = args.problem;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize, warp = uniform_warp();
   wait_for_previous_kernels();
+  let_next_kernel_start();
   if (thread == 0) {
     s.apart = s.strong[0] = s.strong[1] = s.strong[2] = s.strong[3] = false;
     s.filled.init(1);
     fence_barrier_init();
-    s.item = item_of_block(args);
-    if (s.item.span.sequence >= 0) start_loads(args, maps, s.item, s);
+    s.item = item_of(args, static_cast<int>(blockIdx.x));
+    if (s.item.span.sequence >= 0) start_loads(args, maps, s);
   }
   __syncthreads();
   const Item& item = s.item;
   if (item.span.sequence < 0) return;
+  if (thread == kThreads - kWarpSize) prefetch_rows(args, maps, s);
   const Place own(thread);
   const GateNumbers gate = gate_numbers(p, item.head, own);
   if (thread < kChunkRows) s.beta[thread] = chunk_beta(p, item.span, item.head, thread);
@@ -533,16 +559,48 @@ __global__ void __launch_bounds__(kThreads, 3)
   store_token_factors(s, item.factors, args.factors);
 }
 
+TensorMap rows_map(const TensorView& x) { return token_map(x, kChunkRows, KeyRows::kPanelColumns, Swizzle::k128); }
+
 }  // namespace
 
-size_t channel_factors_bytes() { return sizeof(Shared); }
+TensorMap copies_map(const uint16_t* copies, DType dtype, int64_t items) {
+  return tensor_map({.data = copies,
+                     .dtype = dtype,
+                     .rank = 4,
+                     .sizes = {kWidth, kChunkRows, kKeyCopies, items},
+                     .strides = {1, kWidth, kChunkRows * kWidth, kKeyCopies * kChunkRows * kWidth},
+                     .box = {KeyRows::kPanelColumns, kChunkRows, 1, 1},
+                     .swizzle = Swizzle::k128});
+}
 
-void launch_channel_factors(const ChunkArgs& args, const FactorMaps& maps, const Context& context) {
-  const int64_t items = chunk_16bit::chunks_in_window(args) * args.problem.num_value_heads;  // in 31 bits
+int64_t count_items(const ChunkArgs& args) {
+  const int64_t chunks = args.factors_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
+  return chunks * args.problem.num_value_heads;
+}
+
+bool takes_channel_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes) {
+  const int device = in.q.device.index;
+  // Of boxes, tokens and chunks, places are 32-bit numbers; so are those of blocks.
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - kChunkRows;
+  const int64_t most_chunks = sizes.batch * sizes.tokens + sizes.num_sequences;
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 && sizes.head_dim_k > kWidth / 2 &&
+         sizes.head_dim_k <= kWidth && has_token_map(in.q) && has_token_map(in.k) && sizes.tokens <= kMost &&
+         most_chunks * sizes.num_value_heads <= kMost && lacks_shared_memory(sizeof(Shared), device).empty();
+}
+
+void launch_channel_factors(const DeltaRuleInputs& in, const ChunkArgs& args, const Context& context) {
+  FactorMaps maps;
+  maps.k = rows_map(in.k);
+  maps.q = rows_map(in.q);
+  maps.has_g = in.g.dtype == in.k.dtype && has_token_map(in.g);
+  if (maps.has_g) maps.g = rows_map(in.g);
+  maps.copies = copies_map(args.factors.keys, in.k.dtype, count_items(args));
+  maps.blocks_at_once = kBlocksOnOne * device_attribute(cudaDevAttrMultiProcessorCount, context.device.index);
+  const int64_t items = chunk_16bit::chunks_in_window(args) * args.problem.num_value_heads;
   const LaunchShape shape{static_cast<unsigned>(items), kThreads, sizeof(Shared), true};
   constexpr auto kName = "delta_rule chunk_sm90 factors per channel";
-  args.problem.k.dtype == DType::kBF16 ? launch<channel_factors_kernel<DType::kBF16>>(kName, context, shape, args, maps)
-                                       : launch<channel_factors_kernel<DType::kF16>>(kName, context, shape, args, maps);
+  in.k.dtype == DType::kBF16 ? launch<channel_factors_kernel<DType::kBF16>>(kName, context, shape, args, maps)
+                             : launch<channel_factors_kernel<DType::kF16>>(kName, context, shape, args, maps);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -27,6 +27,8 @@
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
+constexpr int kPrefetched = 2;  // chunks from one whose copies begin to one that goes to the L2 cache
+
 // Buffers that operands go through in turn, kDepth of them. `filled`: they are there. `free`: all warps of the state need
 // them no more.
 template <int kDepth>
@@ -109,6 +111,32 @@ __device__ __forceinline__ void load_copy(const void* memory, const TensorMap& m
   }
 }
 
+// All operands of chunk c of a walk to the L2 cache: from there they come in time, of which there is little between a buffer
+// that is free and the products that read it.
+template <int kGroups>
+__device__ __forceinline__ void prefetch_operands(const ChunkArgs& args, const ChannelScanMaps& maps,
+                                                  const ScanPart& part, const Walk& walk, int c) {
+  using Shape = ChannelBlock<kGroups>;
+  const int item = static_cast<int>(args.factors_at(walk.first_chunk + c) + part.head);
+  const RowsPlace values = rows_of(args, walk, c, part.head);
+#pragma unroll 1
+  for (int copy = 0; copy < kKeyCopies; ++copy) {
+#pragma unroll 1
+    for (int p = 0; p < KeyTile::kPanels; ++p) prefetch_box(maps.keys, {p * KeyTile::kPanelColumns, 0, copy, item});
+  }
+#pragma unroll 1
+  for (int i = 0; i < kGroups; ++i) {
+    prefetch_box(maps.v, {part.column + i * kGroupColumns, values.head, values.missing, values.end, values.batch});
+  }
+#pragma unroll 1
+  for (int block = 0; block < kTokenSteps; ++block) {
+    prefetch_box(maps.J, {kChunkRows - 16 * (block + 1), block, 16 * block, item});
+    prefetch_box(maps.sP, {kChunkRows - 16 * (block + 1), block, 16 * block, item});
+  }
+  prefetch_bytes(args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes);
+  prefetch_bytes(args.factors.total + int64_t{item} * kWidth, Shape::kTotalBytes);
+}
+
 template <int kGroups>
 __device__ __forceinline__ void bring_channel_operands(const ChunkArgs& args, const ChannelScanMaps& maps,
                                                        int64_t parts, typename ChannelBlock<kGroups>::Shared& s) {
@@ -118,6 +146,7 @@ __device__ __forceinline__ void bring_channel_operands(const ChunkArgs& args, co
     for (int c = 0; c < walk.chunks; ++c, turn.next()) {
       const int item = static_cast<int>(args.factors_at(walk.first_chunk + c) + part.head);
       const RowsPlace values = rows_of(args, walk, c, part.head);
+      if (c + kPrefetched < walk.chunks) prefetch_operands<kGroups>(args, maps, part, walk, c + kPrefetched);
       {
         const int at = turn.read.at;
         TransactionBarrier& filled = s.of_read.filled[at];
@@ -270,6 +299,7 @@ __global__ void __launch_bounds__(ChannelBlock<kGroups>::kThreads, 1)
     fence_barrier_init();
   }
   wait_for_previous_kernels();
+  let_next_kernel_start();
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
@@ -280,7 +310,8 @@ __global__ void __launch_bounds__(ChannelBlock<kGroups>::kThreads, 1)
     const bool leader = threadIdx.x % kGroupThreads == 0;
     typename Shape::Turns turn;
     for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
-      const StateColumns<kGroups> own{args, maps.o, part, walk, s.o[warp / 4], warp / 4, warp % 4, lane, leader};
+      const StateColumns<kGroups> own{
+          args, maps.o, part, walk, s.o[warp / 4], warp / 4, warp % 4, opaque_below<kWarpSize>(lane), leader};
       ChannelStateGroup<kType, kGroups>{own, s}.run(turn);
     });
     if (leader) wait_stores_read<0>();
