@@ -61,16 +61,6 @@ inline void load_bytes(uint32_t to, const void* from, uint32_t bytes, Transactio
 }
 
 template <int kRank>
-void prefetch_box(const TensorMap& map, const int (&)[kRank]) {
-  if (emulator::data_of(map).rank != kRank) emulator::fail("a copy of another rank than its tensor map");
-}
-inline void prefetch_bytes(const void* from, uint32_t bytes) {
-  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
-    emulator::fail("a copy of bytes that is not aligned to 16");
-  }
-}
-
-template <int kRank>
 void store_box(const TensorMap& map, const int (&place)[kRank], uint32_t from) {
   const emulator::TensorMapData data = emulator::data_of(map);
   emulated::check_box(data, kRank, from);

@@ -56,25 +56,6 @@ __device__ __forceinline__ void load_bytes(uint32_t to, const void* from, uint32
                : "memory");
 }
 
-// The same to the L2 cache alone, for a load that follows. Has no effect that a program could see.
-template <int kRank>
-__device__ __forceinline__ void prefetch_box(const TensorMap& map, const int (&place)[kRank]) {
-  static_assert(kRank == 4 || kRank == 5);
-  const auto address = reinterpret_cast<uint64_t>(&map);
-  if constexpr (kRank == 4) {
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(address),
-                 "r"(place[0]), "r"(place[1]), "r"(place[2]), "r"(place[3])
-                 : "memory");
-  } else {
-    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(address),
-                 "r"(place[0]), "r"(place[1]), "r"(place[2]), "r"(place[3]), "r"(place[4])
-                 : "memory");
-  }
-}
-__device__ __forceinline__ void prefetch_bytes(const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // From shared to global memory, in groups of the thread that starts and waits for them. The writers of the tile have
 // called fence_async_proxy() and met this thread at a barrier.
 template <int kRank>

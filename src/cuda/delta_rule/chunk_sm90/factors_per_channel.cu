@@ -50,32 +50,40 @@ static_assert(kTiles * kPairs == kThreads);
 using KeyRows = PanelTile<kChunkRows, kWidth>;
 using KeyMemory = unsigned char[KeyRows::kBytes];
 
-// The pair of a chunk and a value head that a block has. One thread finds it: 64-bit divisions are many instructions.
+// The pair of a chunk and a value head that a block has. One thread finds it, and all others wait: for a fixed length
+// without divisions of 64 bits.
 struct Item {
   ChunkSpan span;  // of no sequence: there is no such chunk
   int head, tokens;
   int64_t factors;
 };
 
-__device__ __forceinline__ Item item_of(const ChunkArgs& args, int at) {
-  const int HV = args.problem.num_value_heads;
-  const int64_t chunk = args.window.chunk_in(at / HV);
+__device__ __forceinline__ Item item_of_block(const ChunkArgs& args) {
+  const uint32_t HV = static_cast<uint32_t>(args.problem.num_value_heads), slot = blockIdx.x / HV;
+  const bool fixed = args.chunked.sequences.offsets == nullptr;
   Item item;
-  item.head = at % HV;
-  item.span = chunk_at(args.chunked, chunk);
+  item.head = static_cast<int>(blockIdx.x - slot * HV);
+  if (fixed) {
+    const uint32_t width = static_cast<uint32_t>(args.window.width()), row = slot / width;
+    const int64_t C = args.chunked.chunk_size, position = args.window.begin + (slot - row * width);
+    const int64_t begin = position * C;
+    item.span = {row, row, begin, min(args.chunked.sequences.tokens - begin, C), position};
+    item.factors = args.factors_of_window ? blockIdx.x : (row * args.window.row + position) * HV + item.head;
+  } else {
+    const int64_t chunk = args.window.chunk_in(slot);
+    item.span = chunk_at(args.chunked, chunk);
+    item.factors = args.factors_at(chunk) + item.head;
+  }
   item.tokens = static_cast<int>(item.span.length);
-  item.factors = args.factors_at(chunk) + item.head;
   return item;
 }
 
 struct alignas(1024) Shared {
   union {
-    struct {
-      KeyMemory k;  // then rising
-      KeyMemory q;  // then rising
-    };
+    KeyMemory k;                                  // then rising
     alignas(16) float J[kChunkRows * kPitchOfJ];  // once A is complete
   };
+  alignas(1024) KeyMemory q;  // then rising
   union {
     struct {
       KeyMemory falling;  // the gates, before
@@ -94,6 +102,9 @@ struct alignas(1024) Shared {
   Item item;
   TransactionBarrier filled;
 };
+
+// A multiprocessor has 228 KB, of which each block takes one more.
+static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 
 __device__ __forceinline__ uint16_t* sP_of(const ChunkArgs& args, const Shared& s) {
   return args.factors.sP + s.item.factors * kChunkRows * kChunkRows;
@@ -131,36 +142,21 @@ __device__ __forceinline__ uint32_t& pair_at(unsigned char* rows, int offset) {
   return *reinterpret_cast<uint32_t*>(rows + offset);
 }
 
-// body(memory, map, place) for the boxes that TMA brings. k and q beyond the tokens and channels are zeros.
-template <class Body>
-__device__ __forceinline__ void for_each_box(const ChunkArgs& args, const FactorMaps& maps, const Item& item, Shared& s,
-                                             const Body& body) {
-  const int end = static_cast<int>(item.span.begin) + item.tokens;
-  const auto rows = [&](const KeyMemory& memory, const TensorMap& map, int head) {
+// By one thread. k and q beyond the tokens and channels are zeros.
+__device__ __forceinline__ void start_loads(const ChunkArgs& args, const FactorMaps& maps, Shared& s) {
+  const Item& item = s.item;
+  const int end = static_cast<int>(item.span.begin) + item.tokens, missing = kChunkRows - item.tokens;
+  const auto load = [&](const KeyMemory& memory, const TensorMap& map, int head) {
 #pragma unroll
     for (int p = 0; p < KeyRows::kPanels; ++p) {
-      const int place[5] = {p * KeyRows::kPanelColumns, head, kChunkRows - item.tokens, end,
-                            static_cast<int>(item.span.batch)};
-      body(KeyRows(memory).panel(p), map, place);
+      load_box(KeyRows(memory).panel(p), map,
+               {p * KeyRows::kPanelColumns, head, missing, end, static_cast<int>(item.span.batch)}, s.filled);
     }
   };
-  if (maps.has_g) rows(s.falling, maps.g, item.head);
-  rows(s.k, maps.k, item.head / args.problem.group);
-  rows(s.q, maps.q, item.head / args.problem.group);
-}
-
-// By one thread each: the block's rows; and those of a block that follows when this one has ended, to the L2 cache.
-__device__ __forceinline__ void start_loads(const ChunkArgs& args, const FactorMaps& maps, Shared& s) {
   s.filled.arrive_expecting((maps.has_g ? 3 : 2) * KeyRows::kBytes);
-  for_each_box(args, maps, s.item, s,
-               [&](uint32_t to, const TensorMap& map, const int(&place)[5]) { load_box(to, map, place, s.filled); });
-}
-__device__ __forceinline__ void prefetch_rows(const ChunkArgs& args, const FactorMaps& maps, Shared& s) {
-  if (blockIdx.x + maps.blocks_at_once >= gridDim.x) return;
-  const Item item = item_of(args, static_cast<int>(blockIdx.x) + maps.blocks_at_once);
-  if (item.span.sequence < 0) return;
-  for_each_box(args, maps, item, s,
-               [](uint32_t, const TensorMap& map, const int(&place)[5]) { prefetch_box(map, place); });
+  if (maps.has_g) load(s.falling, maps.g, item.head);
+  load(s.k, maps.k, item.head / args.problem.group);
+  load(s.q, maps.q, item.head / args.problem.group);
 }
 
 // The rows' norms are the diagonals of k k^T and q q^T. All are 1 unless the option asks.
@@ -431,16 +427,15 @@ __device__ __forceinline__ void make_strong(Shared& s, const ChunkArgs& args, in
   }
 }
 
-// Tile (row, column) of A and sP, by one warp. `factor`, one per channel, belongs to the falling rows.
+// Tile (row, column) of rows falling^T, by one warp. `factor`, one per channel, belongs to the falling rows.
 template <DType kType, bool kFactor>
-__device__ __forceinline__ void make_tile(Shared& s, int row, int column, const float* factor, int lane, uint16_t* sP) {
-  const KeyRows rising_k(s.k), rising_q(s.q), falling(s.falling);
-  float a_sum[2][4] = {}, p_sum[2][4] = {};
+__device__ __forceinline__ void multiply_rows(const Shared& s, const unsigned char* rising_rows, int row, int column,
+                                              const float* factor, int lane, float (&sum)[2][4]) {
+  const KeyRows rising(rising_rows), falling(s.falling);
 #pragma unroll
   for (int m = 0; m < kWidth / 16; ++m) {
-    uint32_t k_rows[4], q_rows[4], b[4];
-    rising_k.load_a(kRows * row, m, lane, k_rows);
-    rising_q.load_a(kRows * row, m, lane, q_rows);
+    uint32_t a[4], b[4];
+    rising.load_a(kRows * row, m, lane, a);
     falling.load_b(kRows * column, m, lane, b);
     if constexpr (kFactor) {
 #pragma unroll
@@ -451,51 +446,46 @@ __device__ __forceinline__ void make_tile(Shared& s, int row, int column, const 
       }
     }
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      mma<kType>(a_sum[n], k_rows, b[2 * n], b[2 * n + 1]);
-      mma<kType>(p_sum[n], q_rows, b[2 * n], b[2 * n + 1]);
-    }
+    for (int n = 0; n < 2; ++n) mma<kType>(sum[n], a, b[2 * n], b[2 * n + 1]);
   }
+}
+
+// Tile `at` of the ten on and below the diagonal: of A, or to memory of sP. Strong tiles are there.
+template <DType kType, bool kOfA>
+__device__ __forceinline__ void make_tile(Shared& s, const ChunkArgs& args, int at, int lane) {
+  const int row = at < 4 ? 3 : at < 7 ? 2 : at < 9 ? 1 : 0, column = at - (at < 4 ? 0 : at < 7 ? 4 : at < 9 ? 7 : 9);
+  if (row == column && s.strong[row]) return;
+  float sum[2][4] = {};
+  const unsigned char* rising = kOfA ? s.k : s.q;
+  if (!s.apart || row == column + 1) {
+    multiply_rows<kType, false>(s, rising, row, column, nullptr, lane, sum);
+  } else {
+    const float* factor = row == column ? s.inverse + row * kWidth : s.between[row == column + 3 ? 3 : column + 1];
+    multiply_rows<kType, true>(s, rising, row, column, factor, lane, sum);
+  }
+  uint16_t* sP = sP_of(args, s);
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = kRows * row + lane / 4 + half * 8, j = kRows * column + 8 * n + 2 * (lane % 4);
-      s.A[j * kPitchOfA + i] = s.beta[i] * a_sum[n][2 * half];
-      s.A[(j + 1) * kPitchOfA + i] = s.beta[i] * a_sum[n][2 * half + 1];
-      const float p0 = i < j ? 0.0f : p_sum[n][2 * half], p1 = i < j + 1 ? 0.0f : p_sum[n][2 * half + 1];
-      *reinterpret_cast<uint32_t*>(sP + i * kChunkRows + j) = fastweight::cuda::pack<kType>(p0, p1);
+      const float low = sum[n][2 * half], high = sum[n][2 * half + 1];
+      if constexpr (kOfA) {
+        s.A[j * kPitchOfA + i] = s.beta[i] * low;
+        s.A[(j + 1) * kPitchOfA + i] = s.beta[i] * high;
+      } else {
+        *reinterpret_cast<uint32_t*>(sP + i * kChunkRows + j) =
+            fastweight::cuda::pack<kType>(i < j ? 0.0f : low, i < j + 1 ? 0.0f : high);
+      }
     }
   }
 }
 
-// The ten tiles on and below the diagonal, by eight warps. With two anchors: four on the diagonal, three with tiles between,
-// and those with none.
-template <DType kType>
-__device__ __forceinline__ void make_tiles(Shared& s, const ChunkArgs& args, int warp, int lane) {
-  uint16_t* sP = sP_of(args, s);
-  if (!s.apart) {
+// The tiles that are a warp's, one of `warps`.
+template <DType kType, bool kOfA>
+__device__ __forceinline__ void make_tiles(Shared& s, const ChunkArgs& args, int warp, int warps, int lane) {
 #pragma unroll 1
-    for (int at = warp; at < 10; at += kWarps) {
-      const int row = at < 4   ? 3
-                      : at < 7 ? 2
-                      : at < 9 ? 1
-                               : 0,
-                column = at - (at < 4   ? 0
-                               : at < 7 ? 4
-                               : at < 9 ? 7
-                                        : 9);
-      make_tile<kType, false>(s, row, column, nullptr, lane, sP);
-    }
-  } else if (warp < 4) {
-    if (!s.strong[warp]) make_tile<kType, true>(s, warp, warp, s.inverse + warp * kWidth, lane, sP);
-  } else if (warp < 7) {
-    const int row = warp == 4 ? 2 : 3, column = warp == 6 ? 1 : 0;
-    make_tile<kType, true>(s, row, column, s.between[warp == 4 ? 1 : warp == 5 ? 3 : 2], lane, sP);
-  } else {
-#pragma unroll 1
-    for (int row = 1; row < kTiles; ++row) make_tile<kType, false>(s, row, row - 1, nullptr, lane, sP);
-  }
+  for (int at = warp; at < 10; at += warps) make_tile<kType, kOfA>(s, args, at, lane);
 }
 
 __device__ __forceinline__ void store_token_factors(const Shared& s, int64_t item, const ChunkFactors& factors) {
@@ -520,13 +510,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksOnOne)
     s.apart = s.strong[0] = s.strong[1] = s.strong[2] = s.strong[3] = false;
     s.filled.init(1);
     fence_barrier_init();
-    s.item = item_of(args, static_cast<int>(blockIdx.x));
+    s.item = item_of_block(args);
     if (s.item.span.sequence >= 0) start_loads(args, maps, s);
   }
   __syncthreads();
   const Item& item = s.item;
   if (item.span.sequence < 0) return;
-  if (thread == kThreads - kWarpSize) prefetch_rows(args, maps, s);
   const Place own(thread);
   const GateNumbers gate = gate_numbers(p, item.head, own);
   if (thread < kChunkRows) s.beta[thread] = chunk_beta(p, item.span, item.head, thread);
@@ -550,9 +539,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksOnOne)
     scale_rows<kType, false>(s, args, item.factors, own, c);
     __syncthreads();
   }
-  make_tiles<kType>(s, args, warp, lane);
-  if (thread == 0) wait_stores_read<0>();  // J follows
+  make_tiles<kType, true>(s, args, warp, kWarps, lane);
+  if (thread == 0) wait_stores_read<0>();  // J lies where k was
   __syncthreads();
+  // The first step of the inversion is for four warps; the others make sP meanwhile.
+  if (warp >= kTiles) make_tiles<kType, false>(s, args, warp - kTiles, kWarps - kTiles, lane);
   invert_unit_lower(s.A, s.J, warp, lane);
   __syncthreads();
   chunk_16bit::store_lower<kType, kThreads>(s.J, args.factors.J + item.factors * kChunkRows * kChunkRows);
@@ -595,7 +586,6 @@ void launch_channel_factors(const DeltaRuleInputs& in, const ChunkArgs& args, co
   maps.has_g = in.g.dtype == in.k.dtype && has_token_map(in.g);
   if (maps.has_g) maps.g = rows_map(in.g);
   maps.copies = copies_map(args.factors.keys, in.k.dtype, count_items(args));
-  maps.blocks_at_once = kBlocksOnOne * device_attribute(cudaDevAttrMultiProcessorCount, context.device.index);
   const int64_t items = chunk_16bit::chunks_in_window(args) * args.problem.num_value_heads;
   const LaunchShape shape{static_cast<unsigned>(items), kThreads, sizeof(Shared), true};
   constexpr auto kName = "delta_rule chunk_sm90 factors per channel";

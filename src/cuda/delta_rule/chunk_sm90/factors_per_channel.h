@@ -11,10 +11,9 @@
 namespace fastweight::cuda::chunk_sm90 {
 
 struct FactorMaps {
-  TensorMap k, q, g;       // token_map with boxes of 64 x 64
-  TensorMap copies;        // copies_map
-  bool has_g = false;      // the gates have the type of the keys, and such a map
-  int blocks_at_once = 0;  // on the device
+  TensorMap k, q, g;   // token_map with boxes of 64 x 64
+  TensorMap copies;    // copies_map
+  bool has_g = false;  // the gates have the type of the keys, and such a map
 };
 
 // The copies of the keys of `items` pairs of a chunk and a value head, [items][3][64][128], in boxes of 64 x 64:

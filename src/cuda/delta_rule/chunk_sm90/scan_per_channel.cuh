@@ -27,8 +27,6 @@
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
-constexpr int kPrefetched = 2;  // chunks from one whose copies begin to one that goes to the L2 cache
-
 // Buffers that operands go through in turn, kDepth of them. `filled`: they are there. `free`: all warps of the state need
 // them no more.
 template <int kDepth>
@@ -111,32 +109,6 @@ __device__ __forceinline__ void load_copy(const void* memory, const TensorMap& m
   }
 }
 
-// All operands of chunk c of a walk to the L2 cache: from there they come in time, of which there is little between a buffer
-// that is free and the products that read it.
-template <int kGroups>
-__device__ __forceinline__ void prefetch_operands(const ChunkArgs& args, const ChannelScanMaps& maps,
-                                                  const ScanPart& part, const Walk& walk, int c) {
-  using Shape = ChannelBlock<kGroups>;
-  const int item = static_cast<int>(args.factors_at(walk.first_chunk + c) + part.head);
-  const RowsPlace values = rows_of(args, walk, c, part.head);
-#pragma unroll 1
-  for (int copy = 0; copy < kKeyCopies; ++copy) {
-#pragma unroll 1
-    for (int p = 0; p < KeyTile::kPanels; ++p) prefetch_box(maps.keys, {p * KeyTile::kPanelColumns, 0, copy, item});
-  }
-#pragma unroll 1
-  for (int i = 0; i < kGroups; ++i) {
-    prefetch_box(maps.v, {part.column + i * kGroupColumns, values.head, values.missing, values.end, values.batch});
-  }
-#pragma unroll 1
-  for (int block = 0; block < kTokenSteps; ++block) {
-    prefetch_box(maps.J, {kChunkRows - 16 * (block + 1), block, 16 * block, item});
-    prefetch_box(maps.sP, {kChunkRows - 16 * (block + 1), block, 16 * block, item});
-  }
-  prefetch_bytes(args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes);
-  prefetch_bytes(args.factors.total + int64_t{item} * kWidth, Shape::kTotalBytes);
-}
-
 template <int kGroups>
 __device__ __forceinline__ void bring_channel_operands(const ChunkArgs& args, const ChannelScanMaps& maps,
                                                        int64_t parts, typename ChannelBlock<kGroups>::Shared& s) {
@@ -146,7 +118,6 @@ __device__ __forceinline__ void bring_channel_operands(const ChunkArgs& args, co
     for (int c = 0; c < walk.chunks; ++c, turn.next()) {
       const int item = static_cast<int>(args.factors_at(walk.first_chunk + c) + part.head);
       const RowsPlace values = rows_of(args, walk, c, part.head);
-      if (c + kPrefetched < walk.chunks) prefetch_operands<kGroups>(args, maps, part, walk, c + kPrefetched);
       {
         const int at = turn.read.at;
         TransactionBarrier& filled = s.of_read.filled[at];
