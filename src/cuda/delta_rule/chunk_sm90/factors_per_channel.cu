@@ -110,12 +110,12 @@ __device__ __forceinline__ uint16_t* sP_of(const ChunkArgs& args, const Shared& 
   return args.factors.sP + s.item.factors * kChunkRows * kChunkRows;
 }
 
-// The most that c may fall, in log2: of a mild tile, so that four of them stay in the range of the operands; and of one
-// that is not strong. bf16 has the exponents of fp32, enough for 16 tokens with g = -5; fp16 has few.
-template <DType kType>
-inline constexpr float kMild = kType == DType::kBF16 ? -28.0f : -1.0f;
+// The most that c may fall, in log2, of a tile that is not strong: bf16 has the exponents of fp32, enough for 16 tokens with
+// g = -5; fp16 has few. And of a mild one: four of them together no more than that.
 template <DType kType>
 inline constexpr float kStrong = kType == DType::kBF16 ? -117.0f : -4.0f;
+template <DType kType>
+inline constexpr float kMild = kStrong<kType> / kTiles;
 
 // What a thread has: channels `channel` and `channel + 1` of rows [top, top + 16).
 struct Place {
