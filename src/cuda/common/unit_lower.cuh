@@ -125,15 +125,11 @@ __device__ __forceinline__ void store_negative(float* J, int row, int column, co
 //     [ Z Y ]        is        [ -Y^-1 Z X^-1   Y^-1 ]
 //
 // once for the pairs of 16 and once for the 32 that they make, in split products. J is not written above its diagonal
-// blocks. Reads what was written before a barrier; the caller's barrier follows. beside(step, n): what the warps do that a
-// step, 0 to 2, has no work for, the n-th of them.
-template <class Beside>
-__device__ __forceinline__ void invert_unit_lower(const float* A, float* J, int warp, int lane, const Beside& beside) {
+// blocks. Reads what was written before a barrier; the caller's barrier follows.
+__device__ __forceinline__ void invert_unit_lower(const float* A, float* J, int warp, int lane) {
   if (warp < 4) {
     solve_unit_lower<16, kPitchOfA64, kPitchOfJ64>(A + 16 * warp * (kPitchOfA64 + 1), J + 16 * warp * (kPitchOfJ64 + 1),
                                                    0, lane);
-  } else {
-    beside(0, warp - 4);
   }
   __syncthreads();
   if (warp < 2) {
@@ -145,8 +141,6 @@ __device__ __forceinline__ void invert_unit_lower(const float* A, float* J, int 
     to_left(y, left);
     multiply_by_J(t, left, J, column, column, lane);
     store_negative(J, row, column, t, lane);
-  } else {
-    beside(1, warp - 2);
   }
   __syncthreads();
   if (warp < 4) {
@@ -163,12 +157,7 @@ __device__ __forceinline__ void invert_unit_lower(const float* A, float* J, int 
       multiply_by_J(t, left, J, inner, column, lane);
     }
     store_negative(J, row, column, t, lane);
-  } else {
-    beside(2, warp - 4);
   }
-}
-__device__ __forceinline__ void invert_unit_lower(const float* A, float* J, int warp, int lane) {
-  invert_unit_lower(A, J, warp, lane, [](int, int) {});
 }
 
 }  // namespace fastweight::cuda

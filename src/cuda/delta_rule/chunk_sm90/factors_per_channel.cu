@@ -1,8 +1,8 @@
 // The factors of the chunk form with one decay per key channel, for K <= 128: what chunk_16bit/factors_per_channel.cu
 // makes, with fewer instructions. See ../chunk.cuh for the equations.
 //
-// Blocks of eight warps, three of them on a multiprocessor, go over the pairs of a chunk and a value head: what binds are
-// instructions, and the time until TMA has brought the rows of k and q, and those of the gates where it can. A thread has two channels of a tile
+// One block of eight warps per (chunk, value head), three of them on a multiprocessor: what binds are instructions, and the
+// time until TMA has brought the rows of k and q, and those of the gates where it can. A thread has two channels of a tile
 // of 16 rows, of which its registers have the running sums c_i of log2 of the decays, c for the whole tile. Then
 //
 //     A  = beta rising_k falling^T,     sP = scale rising_q falling^T     (k and q with the factors of their norms)
@@ -21,7 +21,6 @@
 // so c - c_j has an error below 2^-12, a sixteenth of the rounding of what it multiplies.
 #include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 
-#include <algorithm>
 #include <limits>
 
 #include "cuda/common/launch.h"
@@ -45,33 +44,31 @@ constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 constexpr int kBlocksOnOne = 3;  // multiprocessor
 constexpr int kRows = 16;        // of a tile
 constexpr int kTiles = kChunkRows / kRows;
-constexpr int kLowerTiles = kTiles * (kTiles + 1) / 2;
 constexpr int kPairs = kWidth / 2;  // of channels
 static_assert(kTiles * kPairs == kThreads);
 
 using KeyRows = PanelTile<kChunkRows, kWidth>;
 using KeyMemory = unsigned char[KeyRows::kBytes];
 
-// A pair of a chunk and a value head. One thread finds it, for a fixed length without divisions of 64 bits.
+// The pair of a chunk and a value head that a block has. One thread finds it, and all others wait: for a fixed length
+// without divisions of 64 bits.
 struct Item {
   ChunkSpan span;  // of no sequence: there is no such chunk
   int head, tokens;
   int64_t factors;
-  uint32_t at;  // of all items
 };
 
-__device__ __forceinline__ Item item_at(const ChunkArgs& args, uint32_t at, uint32_t items) {
-  const uint32_t HV = static_cast<uint32_t>(args.problem.num_value_heads), slot = at / HV;
+__device__ __forceinline__ Item item_of_block(const ChunkArgs& args) {
+  const uint32_t HV = static_cast<uint32_t>(args.problem.num_value_heads), slot = blockIdx.x / HV;
+  const bool fixed = args.chunked.sequences.offsets == nullptr;
   Item item;
-  item.at = at;
-  item.head = static_cast<int>(at - slot * HV);
-  if (at >= items) return item;
-  if (args.chunked.sequences.offsets == nullptr) {
+  item.head = static_cast<int>(blockIdx.x - slot * HV);
+  if (fixed) {
     const uint32_t width = static_cast<uint32_t>(args.window.width()), row = slot / width;
     const int64_t C = args.chunked.chunk_size, position = args.window.begin + (slot - row * width);
     const int64_t begin = position * C;
     item.span = {row, row, begin, min(args.chunked.sequences.tokens - begin, C), position};
-    item.factors = args.factors_of_window ? at : (row * args.window.row + position) * HV + item.head;
+    item.factors = args.factors_of_window ? blockIdx.x : (row * args.window.row + position) * HV + item.head;
   } else {
     const int64_t chunk = args.window.chunk_in(slot);
     item.span = chunk_at(args.chunked, chunk);
@@ -102,15 +99,15 @@ struct alignas(1024) Shared {
   float beta[kChunkRows];
   bool apart;           // a tile is not mild
   bool strong[kTiles];  // a tile is strong
-  Item items[2];        // of this turn and the next, in turns
+  Item item;
   TransactionBarrier filled;
 };
 
 // A multiprocessor has 228 KB, of which each block takes one more.
 static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 
-__device__ __forceinline__ uint16_t* sP_of(const ChunkArgs& args, const Item& item) {
-  return args.factors.sP + item.factors * kChunkRows * kChunkRows;
+__device__ __forceinline__ uint16_t* sP_of(const ChunkArgs& args, const Shared& s) {
+  return args.factors.sP + s.item.factors * kChunkRows * kChunkRows;
 }
 
 // The most that c may fall, in log2, of a tile that is not strong: bf16 has the exponents of fp32, enough for 16 tokens with
@@ -145,30 +142,21 @@ __device__ __forceinline__ uint32_t& pair_at(unsigned char* rows, int offset) {
   return *reinterpret_cast<uint32_t*>(rows + offset);
 }
 
-// By one thread: the rows of an item, those of k apart, whose memory is free last. Beyond the tokens and channels they are
-// zeros.
-__device__ __forceinline__ void load_rows(const KeyMemory& memory, const TensorMap& map, const Item& item, int head,
-                                          TransactionBarrier& filled) {
+// By one thread. k and q beyond the tokens and channels are zeros.
+__device__ __forceinline__ void start_loads(const ChunkArgs& args, const FactorMaps& maps, Shared& s) {
+  const Item& item = s.item;
   const int end = static_cast<int>(item.span.begin) + item.tokens, missing = kChunkRows - item.tokens;
+  const auto load = [&](const KeyMemory& memory, const TensorMap& map, int head) {
 #pragma unroll
-  for (int p = 0; p < KeyRows::kPanels; ++p) {
-    load_box(KeyRows(memory).panel(p), map,
-             {p * KeyRows::kPanelColumns, head, missing, end, static_cast<int>(item.span.batch)}, filled);
-  }
-}
-__device__ __forceinline__ void start_loads(const ChunkArgs& args, const FactorMaps& maps, const Item& item,
-                                            Shared& s) {
-  if (item.span.sequence < 0) return;
+    for (int p = 0; p < KeyRows::kPanels; ++p) {
+      load_box(KeyRows(memory).panel(p), map,
+               {p * KeyRows::kPanelColumns, head, missing, end, static_cast<int>(item.span.batch)}, s.filled);
+    }
+  };
   s.filled.arrive_expecting((maps.has_g ? 3 : 2) * KeyRows::kBytes);
-  if (maps.has_g) load_rows(s.falling, maps.g, item, item.head, s.filled);
-  load_rows(s.q, maps.q, item, item.head / args.problem.group, s.filled);
-}
-__device__ __forceinline__ void load_keys(const ChunkArgs& args, const FactorMaps& maps, const Item& item, Shared& s) {
-  if (item.span.sequence >= 0) load_rows(s.k, maps.k, item, item.head / args.problem.group, s.filled);
-}
-
-__device__ __forceinline__ void clear_flags(Shared& s) {
-  s.apart = s.strong[0] = s.strong[1] = s.strong[2] = s.strong[3] = false;
+  if (maps.has_g) load(s.falling, maps.g, item.head);
+  load(s.k, maps.k, item.head / args.problem.group);
+  load(s.q, maps.q, item.head / args.problem.group);
 }
 
 // The rows' norms are the diagonals of k k^T and q q^T. All are 1 unless the option asks.
@@ -409,8 +397,8 @@ __device__ __forceinline__ void sum_strong(Shared& s, unsigned char* rows, int t
 
 // All strong tiles, before k and q are scaled: four warps for A, four for sP. The sums have no registers meanwhile.
 template <DType kType>
-__device__ __forceinline__ void make_strong(Shared& s, const ChunkArgs& args, const Item& item, int warp, int lane,
-                                            const Place& own, Sums& c) {
+__device__ __forceinline__ void make_strong(Shared& s, const ChunkArgs& args, int warp, int lane, const Place& own,
+                                            Sums& c) {
   const auto log2_decay = [&](int i) -> float2& {
     return *reinterpret_cast<float2*>(s.log2_decay + (own.top + i) * kWidth + own.channel);
   };
@@ -425,7 +413,7 @@ __device__ __forceinline__ void make_strong(Shared& s, const ChunkArgs& args, co
   for (int i = 0; i < kRows; ++i) c[i] = i == 0 ? log2_decay(0) : c[i - 1] + log2_decay(i);
   __syncthreads();  // A lies where the decays were
   if (!s.strong[tile]) return;
-  uint16_t* sP = sP_of(args, item);
+  uint16_t* sP = sP_of(args, s);
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const float x = s.on_rows[top + j].x * (sums[i] + __shfl_xor_sync(kAllLanes, sums[i], kRows));
@@ -462,9 +450,9 @@ __device__ __forceinline__ void multiply_rows(const Shared& s, const unsigned ch
   }
 }
 
-// Tile `at` of those on and below the diagonal: of A, or to memory of sP. Strong tiles are there.
+// Tile `at` of the ten on and below the diagonal: of A, or to memory of sP. Strong tiles are there.
 template <DType kType, bool kOfA>
-__device__ __forceinline__ void make_tile(Shared& s, const ChunkArgs& args, const Item& item, int at, int lane) {
+__device__ __forceinline__ void make_tile(Shared& s, const ChunkArgs& args, int at, int lane) {
   const int row = at < 4 ? 3 : at < 7 ? 2 : at < 9 ? 1 : 0, column = at - (at < 4 ? 0 : at < 7 ? 4 : at < 9 ? 7 : 9);
   if (row == column && s.strong[row]) return;
   float sum[2][4] = {};
@@ -475,7 +463,7 @@ __device__ __forceinline__ void make_tile(Shared& s, const ChunkArgs& args, cons
     const float* factor = row == column ? s.inverse + row * kWidth : s.between[row == column + 3 ? 3 : column + 1];
     multiply_rows<kType, true>(s, rising, row, column, factor, lane, sum);
   }
-  uint16_t* sP = sP_of(args, item);
+  uint16_t* sP = sP_of(args, s);
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -493,6 +481,13 @@ __device__ __forceinline__ void make_tile(Shared& s, const ChunkArgs& args, cons
   }
 }
 
+// The tiles that are a warp's, one of `warps`.
+template <DType kType, bool kOfA>
+__device__ __forceinline__ void make_tiles(Shared& s, const ChunkArgs& args, int warp, int warps, int lane) {
+#pragma unroll 1
+  for (int at = warp; at < 10; at += warps) make_tile<kType, kOfA>(s, args, at, lane);
+}
+
 __device__ __forceinline__ void store_token_factors(const Shared& s, int64_t item, const ChunkFactors& factors) {
   const int i = static_cast<int>(threadIdx.x);
   if (i >= kChunkRows) return;
@@ -503,19 +498,28 @@ __device__ __forceinline__ void store_token_factors(const Shared& s, int64_t ite
   row[chunk_16bit::kRstdOfK * kChunkRows + i] = s.on_rows[i].x;
 }
 
-// One item. Its rows are on their way; when it ends, those of the next one are.
 template <DType kType>
-__device__ __forceinline__ void make_item(const ChunkArgs& args, const FactorMaps& maps, uint32_t items, Shared& s,
-                                          uint32_t turn) {
+__global__ void __launch_bounds__(kThreads, kBlocksOnOne)
+    channel_factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ FactorMaps maps) {
+  auto& s = aligned_shared<Shared>();
   const DeltaRuleDeviceProblem& p = args.problem;
-  const int thread = opaque_below<kThreads>(static_cast<int>(threadIdx.x)), lane = thread % kWarpSize;
-  const int warp = uniform_warp();
-  const Item& item = s.items[turn];
-  Item& next = s.items[turn ^ 1];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize, warp = uniform_warp();
+  wait_for_previous_kernels();
+  let_next_kernel_start();
+  if (thread == 0) {
+    s.apart = s.strong[0] = s.strong[1] = s.strong[2] = s.strong[3] = false;
+    s.filled.init(1);
+    fence_barrier_init();
+    s.item = item_of_block(args);
+    if (s.item.span.sequence >= 0) start_loads(args, maps, s);
+  }
+  __syncthreads();
+  const Item& item = s.item;
+  if (item.span.sequence < 0) return;
   const Place own(thread);
   const GateNumbers gate = gate_numbers(p, item.head, own);
   if (thread < kChunkRows) s.beta[thread] = chunk_beta(p, item.span, item.head, thread);
-  s.filled.wait(turn);
+  s.filled.wait(0);
   Sums c;
   read_gates<kType>(s, p, maps.has_g, item, own, c);
   norms<kType>(s, p, warp, opaque_below<kWarpSize>(lane));  // no address is kept for later: registers are short
@@ -531,55 +535,19 @@ __device__ __forceinline__ void make_item(const ChunkArgs& args, const FactorMap
     __syncthreads();
     if (thread == 0) store_copies(s, maps, static_cast<int>(item.factors));
   } else {
-    if (s.strong[0] || s.strong[1] || s.strong[2] || s.strong[3]) {
-      make_strong<kType>(s, args, item, warp, lane, own, c);
-    }
+    if (s.strong[0] || s.strong[1] || s.strong[2] || s.strong[3]) make_strong<kType>(s, args, warp, lane, own, c);
     scale_rows<kType, false>(s, args, item.factors, own, c);
     __syncthreads();
   }
-#pragma unroll 1
-  for (int at = warp; at < kLowerTiles; at += kWarps) make_tile<kType, true>(s, args, item, at, lane);
-  if (thread == 0) wait_stores_read<0>();  // J lies where k was, and the next rows where q was
-  fence_async_proxy();
+  make_tiles<kType, true>(s, args, warp, kWarps, lane);
+  if (thread == 0) wait_stores_read<0>();  // J lies where k was
   __syncthreads();
-  // sP is made beside the first two steps of the inversion, which leave four and six warps idle; then q and the falling
-  // rows have been read.
-  static_assert(kWarps == 8 && kLowerTiles == 4 + 6);
-  invert_unit_lower(s.A, s.J, warp, lane, [&](int step, int n) {
-    if (step < 2) {
-      make_tile<kType, false>(s, args, item, 4 * step + n, lane);
-      fence_async_proxy();
-    } else if (n == 0 && lane == 0) {
-      clear_flags(s);
-      next = item_at(args, item.at + gridDim.x, items);
-      start_loads(args, maps, next, s);
-    }
-  });
+  // The first step of the inversion is for four warps; the others make sP meanwhile.
+  if (warp >= kTiles) make_tiles<kType, false>(s, args, warp - kTiles, kWarps - kTiles, lane);
+  invert_unit_lower(s.A, s.J, warp, lane);
   __syncthreads();
   chunk_16bit::store_lower<kType, kThreads>(s.J, args.factors.J + item.factors * kChunkRows * kChunkRows);
   store_token_factors(s, item.factors, args.factors);
-  fence_async_proxy();
-  __syncthreads();
-  if (thread == 0) load_keys(args, maps, next, s);
-}
-
-template <DType kType>
-__global__ void __launch_bounds__(kThreads, kBlocksOnOne)
-    channel_factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ FactorMaps maps,
-                           uint32_t items) {
-  auto& s = aligned_shared<Shared>();
-  wait_for_previous_kernels();
-  let_next_kernel_start();
-  if (threadIdx.x == 0) {
-    clear_flags(s);
-    s.filled.init(1);
-    fence_barrier_init();
-    s.items[0] = item_at(args, blockIdx.x, items);
-    start_loads(args, maps, s.items[0], s);
-    load_keys(args, maps, s.items[0], s);
-  }
-  __syncthreads();
-  for (uint32_t turn = 0; s.items[turn].span.sequence >= 0; turn ^= 1) make_item<kType>(args, maps, items, s, turn);
 }
 
 TensorMap rows_map(const TensorView& x) { return token_map(x, kChunkRows, KeyRows::kPanelColumns, Swizzle::k128); }
@@ -618,13 +586,11 @@ void launch_channel_factors(const DeltaRuleInputs& in, const ChunkArgs& args, co
   maps.has_g = in.g.dtype == in.k.dtype && has_token_map(in.g);
   if (maps.has_g) maps.g = rows_map(in.g);
   maps.copies = copies_map(args.factors.keys, in.k.dtype, count_items(args));
-  const auto items = static_cast<uint32_t>(chunk_16bit::chunks_in_window(args) * args.problem.num_value_heads);
-  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, context.device.index);
-  const LaunchShape shape{std::min(items, static_cast<uint32_t>(kBlocksOnOne * multiprocessors)), kThreads,
-                          sizeof(Shared), true};
+  const int64_t items = chunk_16bit::chunks_in_window(args) * args.problem.num_value_heads;
+  const LaunchShape shape{static_cast<unsigned>(items), kThreads, sizeof(Shared), true};
   constexpr auto kName = "delta_rule chunk_sm90 factors per channel";
-  in.k.dtype == DType::kBF16 ? launch<channel_factors_kernel<DType::kBF16>>(kName, context, shape, args, maps, items)
-                             : launch<channel_factors_kernel<DType::kF16>>(kName, context, shape, args, maps, items);
+  in.k.dtype == DType::kBF16 ? launch<channel_factors_kernel<DType::kBF16>>(kName, context, shape, args, maps)
+                             : launch<channel_factors_kernel<DType::kF16>>(kName, context, shape, args, maps);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90
