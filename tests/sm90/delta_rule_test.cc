@@ -86,16 +86,18 @@ TEST_P(Sm90DeltaRule, SequencesOfAllLengths) {
 INSTANTIATE_TEST_SUITE_P(Gates, Sm90DeltaRule, ::testing::Values(Gate::kNone, Gate::kPerHead, Gate::kPerChannel),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
-TEST(Sm90DeltaRuleForward, GroupsNormsAndRawGates) {
-  DeltaRuleSpec spec = with_batch(with_heads(wide(Gate::kPerHead, 70), 2, 2), 2);
+class Sm90Decays : public ::testing::TestWithParam<Gate> {};
+
+TEST_P(Sm90Decays, GroupsNormsAndRawGates) {
+  DeltaRuleSpec spec = with_batch(with_heads(wide(GetParam(), 70), 2, 2), 2);
   spec.options.qk_l2norm = spec.options.gate_in_kernel = spec.options.beta_sigmoid = true;
   expect_as_reference(draw(spec, 7));
 }
 
 // A sequence alone, and the same between others whose tokens are NaNs: the same bits.
-TEST(Sm90DeltaRuleForward, NothingOfTheNextSequence) {
+TEST_P(Sm90Decays, NothingOfTheNextSequence) {
   const std::vector<int64_t> lengths{40, 70, 30};
-  DeltaRuleCase packed = draw(with_lengths(wide(Gate::kPerHead, 0), lengths), 8);
+  DeltaRuleCase packed = draw(with_lengths(wide(GetParam(), 0), lengths), 8);
   const DeltaRuleResults whole = run_forward(packed);
   for (Tensor* x : {&packed.q, &packed.k, &packed.v, &packed.g, &packed.beta}) {
     const int64_t row = x->size() / packed.spec.T;
@@ -111,9 +113,9 @@ TEST(Sm90DeltaRuleForward, NothingOfTheNextSequence) {
 }
 
 // Kept in the type of k they are those of fp32, rounded, in either order of K and V.
-TEST(Sm90DeltaRuleForward, ChunkStatesInTheTypeOfK) {
+TEST_P(Sm90Decays, ChunkStatesInTheTypeOfK) {
   for (bool v_first : {true, false}) {
-    DeltaRuleSpec spec = with_heads(spec_of(Gate::kPerHead, 200, 120, 104), 2, 1);
+    DeltaRuleSpec spec = with_heads(spec_of(GetParam(), 200, 120, 104), 2, 1);
     spec.dtype = DType::kBF16;
     spec.options.state_v_first = v_first;
     const DeltaRuleCase problem = draw(spec, 12);
@@ -123,8 +125,8 @@ TEST(Sm90DeltaRuleForward, ChunkStatesInTheTypeOfK) {
 }
 
 // Offsets that the host cannot refuse: the call looks at the memory around its tensors.
-TEST(Sm90DeltaRuleForward, MalformedOffsetsStayInside) {
-  DeltaRuleCase problem = draw(with_lengths(wide(Gate::kPerHead, 0), {30, 20, 19}), 13);
+TEST_P(Sm90Decays, MalformedOffsetsStayInside) {
+  DeltaRuleCase problem = draw(with_lengths(wide(GetParam(), 0), {30, 20, 19}), 13);
   const DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
   for (const std::vector<int64_t>& offsets : kMalformedOffsets) {
     problem.cu_seqlens = offsets_of(offsets);
@@ -133,8 +135,8 @@ TEST(Sm90DeltaRuleForward, MalformedOffsetsStayInside) {
 }
 
 // A captured call serves other lengths: the tensor maps know none.
-TEST(Sm90DeltaRuleForward, GraphReplaysWithOtherLengths) {
-  const DeltaRuleCase problem = draw(with_lengths(wide(Gate::kPerHead, 0), {100, 60, 40}), 14);
+TEST_P(Sm90Decays, GraphReplaysWithOtherLengths) {
+  const DeltaRuleCase problem = draw(with_lengths(wide(GetParam(), 0), {100, 60, 40}), 14);
   const DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
   const CallOnDevice call(Call(delta_rule_forward, arguments(problem, outputs)));
   const support::DeviceStream stream;
@@ -156,8 +158,8 @@ TEST(Sm90DeltaRuleForward, GraphReplaysWithOtherLengths) {
 }
 
 // A sequence that is cut between two chunks, the state handed over: the same bits.
-TEST(Sm90DeltaRuleForward, CutsBetweenChunksDoNotShow) {
-  const DeltaRuleCase problem = draw(wide(Gate::kPerHead, 230), 15);
+TEST_P(Sm90Decays, CutsBetweenChunksDoNotShow) {
+  const DeltaRuleCase problem = draw(wide(GetParam(), 230), 15);
   const DeltaRuleResults whole = run_forward(problem), head = run_forward(slice_tokens(problem, 0, 128));
   DeltaRuleCase rest = slice_tokens(problem, 128, 230);
   rest.initial_state = head.final_state;
@@ -168,8 +170,8 @@ TEST(Sm90DeltaRuleForward, CutsBetweenChunksDoNotShow) {
 }
 
 // With little scratch memory the chunks come in windows, and states go from one to the next: the same bits.
-TEST(Sm90DeltaRuleForward, WindowsDoNotShow) {
-  DeltaRuleSpec spec = with_heads(wide(Gate::kPerHead, 150), 2, 1);
+TEST_P(Sm90Decays, WindowsDoNotShow) {
+  DeltaRuleSpec spec = with_heads(wide(GetParam(), 150), 2, 1);
   spec.options.chunk_size = 16;
   Context context = context_for("chunk_sm90");
   context.scratch_bytes = 1;
@@ -179,15 +181,15 @@ TEST(Sm90DeltaRuleForward, WindowsDoNotShow) {
   }
 }
 
-TEST(Sm90DeltaRuleForward, TwoRunsHaveTheSameBits) {
-  const DeltaRuleCase problem = draw(with_heads(wide(Gate::kPerHead, 200), 3, 1), 9);
+TEST_P(Sm90Decays, TwoRunsHaveTheSameBits) {
+  const DeltaRuleCase problem = draw(with_heads(wide(GetParam(), 200), 3, 1), 9);
   expect_same_bits(run_forward(problem), run_forward(problem), "two runs");
 }
 
 // Many heads have blocks of 128 columns, one alone has two of 64: the same bits.
-TEST(Sm90DeltaRuleForward, ColumnsOfABlockChangeNoBit) {
+TEST_P(Sm90Decays, ColumnsOfABlockChangeNoBit) {
   const int64_t heads = emulated() ? 3 : 67;
-  const DeltaRuleCase all = draw(with_heads(wide(Gate::kPerHead, 100), heads, 1), 11);
+  const DeltaRuleCase all = draw(with_heads(wide(GetParam(), 100), heads, 1), 11);
   DeltaRuleCase one = all;
   one.spec.H = one.spec.HV = 1;
   for (Tensor* x : {&one.q, &one.k, &one.v, &one.g, &one.beta}) *x = slice(*x, 2, 1, 2);
@@ -196,6 +198,67 @@ TEST(Sm90DeltaRuleForward, ColumnsOfABlockChangeNoBit) {
   EXPECT_TRUE(support::same_bits(of_one.o, slice(of_all.o, 2, 1, 2)));
   EXPECT_TRUE(support::same_bits(of_one.final_state, slice(of_all.final_state, 1, 1, 2)));
   EXPECT_TRUE(support::same_bits(of_one.chunk_states, slice(of_all.chunk_states, 2, 1, 2)));
+}
+
+INSTANTIATE_TEST_SUITE_P(Gates, Sm90Decays, ::testing::Values(Gate::kPerHead, Gate::kPerChannel),
+                         [](const auto& info) { return std::string(name_of(info.param)); });
+
+// Gates per channel: given or raw, with a bound or without, in the type of k, which TMA brings, or in fp32; mild and strong.
+TEST(Sm90Channels, Gates) {
+  for (DType type : {DType::kBF16, DType::kF32}) {
+    DeltaRuleSpec given = with_heads(wide(Gate::kPerChannel, 100), 1, 2);
+    given.gate_dtype = type;
+    DeltaRuleSpec mild = given, mixed = given, hard = given, raw = given;
+    mild.gate_divisor = 8;
+    mixed.gate_divisor = 0.2;
+    hard.hard_gate_fraction = 0.3;
+    raw.options.gate_in_kernel = raw.options.qk_l2norm = true;
+    DeltaRuleSpec bounded = raw;
+    bounded.options.lower_bound = -5;
+    bounded.options.safe_gate = true;
+    for (const DeltaRuleSpec& spec : {given, mild, mixed, hard, raw, bounded}) expect_as_reference(draw(spec, 17));
+  }
+}
+
+TEST(Sm90Channels, GatesInFp16) {
+  for (double divisor : {0.2, 1.0, 100.0}) {
+    DeltaRuleSpec spec = wide(Gate::kPerChannel, 100, DType::kF16);
+    spec.gate_dtype = DType::kF16;
+    spec.gate_divisor = divisor;
+    expect_as_reference(draw(spec, 18));
+  }
+}
+
+// What the gates' copy brings with it changes no bit: the same gates in fp32.
+TEST(Sm90Channels, TypeOfTheGatesChangesNoBit) {
+  DeltaRuleSpec spec = wide(Gate::kPerChannel, 100);
+  spec.gate_dtype = DType::kBF16;
+  const DeltaRuleCase problem = draw(spec, 19);
+  DeltaRuleCase same = problem;
+  same.g = problem.g.to(DType::kF32);
+  expect_same_bits(run_forward(same), run_forward(problem), "gates in fp32");
+}
+
+// Factors that the forward kept are those that the backward would make again.
+TEST(Sm90Channels, GradientsFromKeptFactors) {
+  DeltaRuleSpec spec = with_heads(wide(Gate::kPerChannel, 100), 1, 2);
+  spec.options.qk_l2norm = true;
+  const DeltaRuleCase problem = draw(spec, 20);
+  const Context context = context_for("chunk_sm90"), back = context_for("chunk_16bit");
+  const int64_t words = delta_rule_kept_words(context, spec.options, spec.dtype, spec.K);
+  const Tensor kept(DType::kI32, {1, 2, spec.HV, words});
+  DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+  const Call forward = call_of(Mode::kForward, problem, outputs);
+  forward["kept"] = kept.view();
+  forward.run(context);
+  EXPECT_TRUE(support::same_bits(outputs.o, run_forward(problem).o));
+  DeltaRuleResults from_kept = outputs_of(Mode::kBackward, problem);
+  const Call backward = call_of(Mode::kBackward, problem, from_kept);
+  backward["kept"] = kept.view();
+  backward.run(back);
+  const DeltaRuleResults again = support::backward(problem, back);
+  expect_same_bits(from_kept, again, "kept");
+  expect_close(problem, again, support::backward(problem, reference_context()));
 }
 
 TEST(Sm90DeltaRuleForward, WhatItDeclines) {

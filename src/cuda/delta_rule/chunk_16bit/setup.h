@@ -8,6 +8,7 @@
 #include "cuda/common/first_chunks.h"
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
+#include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 
 namespace fastweight::cuda::chunk_16bit {
 
@@ -155,13 +156,19 @@ WindowStates carried_states(const Problem& problem, float* data, int64_t n) {
 template <class Problem>
 void compute_factors(const Problem& problem, const ChunkArgs& args, const Context& context) {
   if (args.num_chunks == 0) return;
+#ifdef FASTWEIGHT_SM90
+  if (has_decay_per_channel(problem) && chunk_sm90::takes_channel_factors(problem.args.in, problem.sizes)) {
+    chunk_sm90::launch_channel_factors(problem.args.in, args, context);
+    return;
+  }
+#endif
   const int width = padded_k(problem.sizes.head_dim_k);
   has_decay_per_channel(problem) ? launch_factors_per_channel(args, width, context)
                                  : launch_factors(args, width, context);
 }
 
 // A forward that keeps nothing stays below half a gigabyte of scratch memory, however long its input is.
-inline constexpr size_t kMostFactorBytes = size_t{384} << 20;
+inline constexpr size_t kMostFactorBytes = size_t{448} << 20;
 
 struct ForwardScratch {
   int64_t* first_chunk;

@@ -21,7 +21,10 @@
 // so c - c_j has an error below 2^-12, a sixteenth of the rounding of what it multiplies.
 #include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 
+#include <limits>
+
 #include "cuda/common/launch.h"
+#include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/sm90/barriers.cuh"
 #include "cuda/sm90/panel_tile.cuh"
 #include "cuda/sm90/tma.cuh"
@@ -38,7 +41,8 @@ using chunk_16bit::kPitchOfA;
 using chunk_16bit::kPitchOfJ;
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
-constexpr int kRows = 16;  // of a tile
+constexpr int kBlocksOnOne = 3;  // multiprocessor
+constexpr int kRows = 16;        // of a tile
 constexpr int kTiles = kChunkRows / kRows;
 constexpr int kPairs = kWidth / 2;  // of channels
 static_assert(kTiles * kPairs == kThreads);
@@ -46,7 +50,8 @@ static_assert(kTiles * kPairs == kThreads);
 using KeyRows = PanelTile<kChunkRows, kWidth>;
 using KeyMemory = unsigned char[KeyRows::kBytes];
 
-// The pair of a chunk and a value head that a block has. One thread finds it: 64-bit divisions are many instructions.
+// The pair of a chunk and a value head that a block has. One thread finds it, and all others wait: for a fixed length
+// without divisions of 64 bits.
 struct Item {
   ChunkSpan span;  // of no sequence: there is no such chunk
   int head, tokens;
@@ -54,24 +59,31 @@ struct Item {
 };
 
 __device__ __forceinline__ Item item_of_block(const ChunkArgs& args) {
-  const int HV = args.problem.num_value_heads, at = static_cast<int>(blockIdx.x);
-  const int64_t chunk = args.window.chunk_in(at / HV);
+  const uint32_t HV = static_cast<uint32_t>(args.problem.num_value_heads), slot = blockIdx.x / HV;
+  const bool fixed = args.chunked.sequences.offsets == nullptr;
   Item item;
-  item.head = at % HV;
-  item.span = chunk_at(args.chunked, chunk);
+  item.head = static_cast<int>(blockIdx.x - slot * HV);
+  if (fixed) {
+    const uint32_t width = static_cast<uint32_t>(args.window.width()), row = slot / width;
+    const int64_t C = args.chunked.chunk_size, position = args.window.begin + (slot - row * width);
+    const int64_t begin = position * C;
+    item.span = {row, row, begin, min(args.chunked.sequences.tokens - begin, C), position};
+    item.factors = args.factors_of_window ? blockIdx.x : (row * args.window.row + position) * HV + item.head;
+  } else {
+    const int64_t chunk = args.window.chunk_in(slot);
+    item.span = chunk_at(args.chunked, chunk);
+    item.factors = args.factors_at(chunk) + item.head;
+  }
   item.tokens = static_cast<int>(item.span.length);
-  item.factors = args.factors_at(chunk) + item.head;
   return item;
 }
 
 struct alignas(1024) Shared {
   union {
-    struct {
-      KeyMemory k;  // then rising
-      KeyMemory q;  // then rising
-    };
+    KeyMemory k;                                  // then rising
     alignas(16) float J[kChunkRows * kPitchOfJ];  // once A is complete
   };
+  alignas(1024) KeyMemory q;  // then rising
   union {
     struct {
       KeyMemory falling;  // the gates, before
@@ -91,16 +103,19 @@ struct alignas(1024) Shared {
   TransactionBarrier filled;
 };
 
+// A multiprocessor has 228 KB, of which each block takes one more.
+static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
+
 __device__ __forceinline__ uint16_t* sP_of(const ChunkArgs& args, const Shared& s) {
   return args.factors.sP + s.item.factors * kChunkRows * kChunkRows;
 }
 
-// The most that c may fall, in log2: of a mild tile, so that four of them stay in the range of the operands; and of one
-// that is not strong. bf16 has the exponents of fp32, enough for 16 tokens with g = -5; fp16 has few.
-template <DType kType>
-inline constexpr float kMild = kType == DType::kBF16 ? -28.0f : -1.0f;
+// The most that c may fall, in log2, of a tile that is not strong: bf16 has the exponents of fp32, enough for 16 tokens with
+// g = -5; fp16 has few. And of a mild one: four of them together no more than that.
 template <DType kType>
 inline constexpr float kStrong = kType == DType::kBF16 ? -117.0f : -4.0f;
+template <DType kType>
+inline constexpr float kMild = kStrong<kType> / kTiles;
 
 // What a thread has: channels `channel` and `channel + 1` of rows [top, top + 16).
 struct Place {
@@ -128,16 +143,14 @@ __device__ __forceinline__ uint32_t& pair_at(unsigned char* rows, int offset) {
 }
 
 // By one thread. k and q beyond the tokens and channels are zeros.
-__device__ __forceinline__ void start_loads(const ChunkArgs& args, const FactorMaps& maps, const Item& item,
-                                            Shared& s) {
-  const int tokens = item.tokens, end = static_cast<int>(item.span.begin) + tokens;
+__device__ __forceinline__ void start_loads(const ChunkArgs& args, const FactorMaps& maps, Shared& s) {
+  const Item& item = s.item;
+  const int end = static_cast<int>(item.span.begin) + item.tokens, missing = kChunkRows - item.tokens;
   const auto load = [&](const KeyMemory& memory, const TensorMap& map, int head) {
-    const KeyRows rows(memory);
 #pragma unroll
     for (int p = 0; p < KeyRows::kPanels; ++p) {
-      load_box(rows.panel(p), map,
-               {p * KeyRows::kPanelColumns, head, kChunkRows - tokens, end, static_cast<int>(item.span.batch)},
-               s.filled);
+      load_box(KeyRows(memory).panel(p), map,
+               {p * KeyRows::kPanelColumns, head, missing, end, static_cast<int>(item.span.batch)}, s.filled);
     }
   };
   s.filled.arrive_expecting((maps.has_g ? 3 : 2) * KeyRows::kBytes);
@@ -414,16 +427,15 @@ __device__ __forceinline__ void make_strong(Shared& s, const ChunkArgs& args, in
   }
 }
 
-// Tile (row, column) of A and sP, by one warp. `factor`, one per channel, belongs to the falling rows.
+// Tile (row, column) of rows falling^T, by one warp. `factor`, one per channel, belongs to the falling rows.
 template <DType kType, bool kFactor>
-__device__ __forceinline__ void make_tile(Shared& s, int row, int column, const float* factor, int lane, uint16_t* sP) {
-  const KeyRows rising_k(s.k), rising_q(s.q), falling(s.falling);
-  float a_sum[2][4] = {}, p_sum[2][4] = {};
+__device__ __forceinline__ void multiply_rows(const Shared& s, const unsigned char* rising_rows, int row, int column,
+                                              const float* factor, int lane, float (&sum)[2][4]) {
+  const KeyRows rising(rising_rows), falling(s.falling);
 #pragma unroll
   for (int m = 0; m < kWidth / 16; ++m) {
-    uint32_t k_rows[4], q_rows[4], b[4];
-    rising_k.load_a(kRows * row, m, lane, k_rows);
-    rising_q.load_a(kRows * row, m, lane, q_rows);
+    uint32_t a[4], b[4];
+    rising.load_a(kRows * row, m, lane, a);
     falling.load_b(kRows * column, m, lane, b);
     if constexpr (kFactor) {
 #pragma unroll
@@ -434,44 +446,46 @@ __device__ __forceinline__ void make_tile(Shared& s, int row, int column, const 
       }
     }
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      mma<kType>(a_sum[n], k_rows, b[2 * n], b[2 * n + 1]);
-      mma<kType>(p_sum[n], q_rows, b[2 * n], b[2 * n + 1]);
-    }
+    for (int n = 0; n < 2; ++n) mma<kType>(sum[n], a, b[2 * n], b[2 * n + 1]);
   }
+}
+
+// Tile `at` of the ten on and below the diagonal: of A, or to memory of sP. Strong tiles are there.
+template <DType kType, bool kOfA>
+__device__ __forceinline__ void make_tile(Shared& s, const ChunkArgs& args, int at, int lane) {
+  const int row = at < 4 ? 3 : at < 7 ? 2 : at < 9 ? 1 : 0, column = at - (at < 4 ? 0 : at < 7 ? 4 : at < 9 ? 7 : 9);
+  if (row == column && s.strong[row]) return;
+  float sum[2][4] = {};
+  const unsigned char* rising = kOfA ? s.k : s.q;
+  if (!s.apart || row == column + 1) {
+    multiply_rows<kType, false>(s, rising, row, column, nullptr, lane, sum);
+  } else {
+    const float* factor = row == column ? s.inverse + row * kWidth : s.between[row == column + 3 ? 3 : column + 1];
+    multiply_rows<kType, true>(s, rising, row, column, factor, lane, sum);
+  }
+  uint16_t* sP = sP_of(args, s);
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = kRows * row + lane / 4 + half * 8, j = kRows * column + 8 * n + 2 * (lane % 4);
-      s.A[j * kPitchOfA + i] = s.beta[i] * a_sum[n][2 * half];
-      s.A[(j + 1) * kPitchOfA + i] = s.beta[i] * a_sum[n][2 * half + 1];
-      const float p0 = i < j ? 0.0f : p_sum[n][2 * half], p1 = i < j + 1 ? 0.0f : p_sum[n][2 * half + 1];
-      *reinterpret_cast<uint32_t*>(sP + i * kChunkRows + j) = fastweight::cuda::pack<kType>(p0, p1);
+      const float low = sum[n][2 * half], high = sum[n][2 * half + 1];
+      if constexpr (kOfA) {
+        s.A[j * kPitchOfA + i] = s.beta[i] * low;
+        s.A[(j + 1) * kPitchOfA + i] = s.beta[i] * high;
+      } else {
+        *reinterpret_cast<uint32_t*>(sP + i * kChunkRows + j) =
+            fastweight::cuda::pack<kType>(i < j ? 0.0f : low, i < j + 1 ? 0.0f : high);
+      }
     }
   }
 }
 
-// The ten tiles on and below the diagonal, by eight warps. With two anchors: four on the diagonal, three with tiles between,
-// and those with none.
-template <DType kType>
-__device__ __forceinline__ void make_tiles(Shared& s, const ChunkArgs& args, int warp, int lane) {
-  uint16_t* sP = sP_of(args, s);
-  if (!s.apart) {
+// The tiles that are a warp's, one of `warps`.
+template <DType kType, bool kOfA>
+__device__ __forceinline__ void make_tiles(Shared& s, const ChunkArgs& args, int warp, int warps, int lane) {
 #pragma unroll 1
-    for (int at = warp; at < 10; at += kWarps) {
-      const int row = at < 4 ? 3 : at < 7 ? 2 : at < 9 ? 1 : 0, column = at - (at < 4 ? 0 : at < 7 ? 4 : at < 9 ? 7 : 9);
-      make_tile<kType, false>(s, row, column, nullptr, lane, sP);
-    }
-  } else if (warp < 4) {
-    if (!s.strong[warp]) make_tile<kType, true>(s, warp, warp, s.inverse + warp * kWidth, lane, sP);
-  } else if (warp < 7) {
-    const int row = warp == 4 ? 2 : 3, column = warp == 6 ? 1 : 0;
-    make_tile<kType, true>(s, row, column, s.between[warp == 4 ? 1 : warp == 5 ? 3 : 2], lane, sP);
-  } else {
-#pragma unroll 1
-    for (int row = 1; row < kTiles; ++row) make_tile<kType, false>(s, row, row - 1, nullptr, lane, sP);
-  }
+  for (int at = warp; at < 10; at += warps) make_tile<kType, kOfA>(s, args, at, lane);
 }
 
 __device__ __forceinline__ void store_token_factors(const Shared& s, int64_t item, const ChunkFactors& factors) {
@@ -485,18 +499,19 @@ __device__ __forceinline__ void store_token_factors(const Shared& s, int64_t ite
 }
 
 template <DType kType>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, kBlocksOnOne)
     channel_factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ FactorMaps maps) {
   auto& s = aligned_shared<Shared>();
   const DeltaRuleDeviceProblem& p = args.problem;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize, warp = uniform_warp();
   wait_for_previous_kernels();
+  let_next_kernel_start();
   if (thread == 0) {
     s.apart = s.strong[0] = s.strong[1] = s.strong[2] = s.strong[3] = false;
     s.filled.init(1);
     fence_barrier_init();
     s.item = item_of_block(args);
-    if (s.item.span.sequence >= 0) start_loads(args, maps, s.item, s);
+    if (s.item.span.sequence >= 0) start_loads(args, maps, s);
   }
   __syncthreads();
   const Item& item = s.item;
@@ -524,25 +539,58 @@ __global__ void __launch_bounds__(kThreads, 3)
     scale_rows<kType, false>(s, args, item.factors, own, c);
     __syncthreads();
   }
-  make_tiles<kType>(s, args, warp, lane);
-  if (thread == 0) wait_stores_read<0>();  // J follows
+  make_tiles<kType, true>(s, args, warp, kWarps, lane);
+  if (thread == 0) wait_stores_read<0>();  // J lies where k was
   __syncthreads();
+  // The first step of the inversion is for four warps; the others make sP meanwhile.
+  if (warp >= kTiles) make_tiles<kType, false>(s, args, warp - kTiles, kWarps - kTiles, lane);
   invert_unit_lower(s.A, s.J, warp, lane);
   __syncthreads();
   chunk_16bit::store_lower<kType, kThreads>(s.J, args.factors.J + item.factors * kChunkRows * kChunkRows);
   store_token_factors(s, item.factors, args.factors);
 }
 
+TensorMap rows_map(const TensorView& x) { return token_map(x, kChunkRows, KeyRows::kPanelColumns, Swizzle::k128); }
+
 }  // namespace
 
-size_t channel_factors_bytes() { return sizeof(Shared); }
+TensorMap copies_map(const uint16_t* copies, DType dtype, int64_t items) {
+  return tensor_map({.data = copies,
+                     .dtype = dtype,
+                     .rank = 4,
+                     .sizes = {kWidth, kChunkRows, kKeyCopies, items},
+                     .strides = {1, kWidth, kChunkRows * kWidth, kKeyCopies * kChunkRows * kWidth},
+                     .box = {KeyRows::kPanelColumns, kChunkRows, 1, 1},
+                     .swizzle = Swizzle::k128});
+}
 
-void launch_channel_factors(const ChunkArgs& args, const FactorMaps& maps, const Context& context) {
-  const int64_t items = chunk_16bit::chunks_in_window(args) * args.problem.num_value_heads;  // in 31 bits
+int64_t count_items(const ChunkArgs& args) {
+  const int64_t chunks = args.factors_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
+  return chunks * args.problem.num_value_heads;
+}
+
+bool takes_channel_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes) {
+  const int device = in.q.device.index;
+  // Of boxes, tokens and chunks, places are 32-bit numbers; so are those of blocks.
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - kChunkRows;
+  const int64_t most_chunks = sizes.batch * sizes.tokens + sizes.num_sequences;
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 && sizes.head_dim_k > kWidth / 2 &&
+         sizes.head_dim_k <= kWidth && has_token_map(in.q) && has_token_map(in.k) && sizes.tokens <= kMost &&
+         most_chunks * sizes.num_value_heads <= kMost && lacks_shared_memory(sizeof(Shared), device).empty();
+}
+
+void launch_channel_factors(const DeltaRuleInputs& in, const ChunkArgs& args, const Context& context) {
+  FactorMaps maps;
+  maps.k = rows_map(in.k);
+  maps.q = rows_map(in.q);
+  maps.has_g = in.g.dtype == in.k.dtype && has_token_map(in.g);
+  if (maps.has_g) maps.g = rows_map(in.g);
+  maps.copies = copies_map(args.factors.keys, in.k.dtype, count_items(args));
+  const int64_t items = chunk_16bit::chunks_in_window(args) * args.problem.num_value_heads;
   const LaunchShape shape{static_cast<unsigned>(items), kThreads, sizeof(Shared), true};
   constexpr auto kName = "delta_rule chunk_sm90 factors per channel";
-  args.problem.k.dtype == DType::kBF16 ? launch<channel_factors_kernel<DType::kBF16>>(kName, context, shape, args, maps)
-                                       : launch<channel_factors_kernel<DType::kF16>>(kName, context, shape, args, maps);
+  in.k.dtype == DType::kBF16 ? launch<channel_factors_kernel<DType::kBF16>>(kName, context, shape, args, maps)
+                             : launch<channel_factors_kernel<DType::kF16>>(kName, context, shape, args, maps);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -1,20 +1,29 @@
-// The factors of chunk_sm90 where decays are per channel, in one launch, and the shared memory that a block takes.
+// The factors of the chunk form where decays are per channel, on Hopper: what the forward of chunk_sm90, and chunk_16bit in
+// both directions, make of the problems that it takes. One choice for all of them: what a forward keeps has the bits of what
+// its backward would make again.
 #pragma once
 
 #include <cstddef>
 
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
-#include "cuda/delta_rule/chunk_sm90/scan.h"
+#include "cuda/sm90/tensor_map.h"
 
 namespace fastweight::cuda::chunk_sm90 {
 
 struct FactorMaps {
   TensorMap k, q, g;   // token_map with boxes of 64 x 64
-  TensorMap copies;    // as ChannelScanMaps::keys
+  TensorMap copies;    // copies_map
   bool has_g = false;  // the gates have the type of the keys, and such a map
 };
 
-void launch_channel_factors(const chunk_16bit::ChunkArgs& args, const FactorMaps& maps, const Context& context);
-size_t channel_factors_bytes();
+// The copies of the keys of `items` pairs of a chunk and a value head, [items][3][64][128], in boxes of 64 x 64:
+// {column, 0, KeyCopy, item}.
+TensorMap copies_map(const uint16_t* copies, DType dtype, int64_t items);
+
+// Pairs of a chunk and a value head that there is scratch memory for.
+int64_t count_items(const chunk_16bit::ChunkArgs& args);
+
+bool takes_channel_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes);
+void launch_channel_factors(const DeltaRuleInputs& in, const chunk_16bit::ChunkArgs& args, const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90

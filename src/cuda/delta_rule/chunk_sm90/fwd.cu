@@ -1,6 +1,5 @@
 // The entry chunk_sm90, forward in the chunk form on Hopper: what it takes, its tensor maps and its launches. The scan:
 // scan.cuh, with the factors of chunk_16bit. With decays per channel: factors_per_channel.cu and scan_per_channel.cuh.
-#include <algorithm>
 #include <limits>
 #include <string>
 
@@ -24,34 +23,11 @@ bool fits_places(const DeltaRuleForwardProblem& problem, int64_t num_chunks) {
 
 TensorMap rows_map(const TensorView& x) { return token_map(x, kChunkRows, 64, Swizzle::k128); }
 
-// Pairs of a chunk and a value head that there is scratch memory for.
-int64_t count_items(const ChunkArgs& args) {
-  const int64_t chunks = args.factors_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
-  return chunks * args.problem.num_value_heads;
-}
-
-TensorMap copies_map(const uint16_t* copies, DType dtype, int64_t items) {
-  return tensor_map({.data = copies,
-                     .dtype = dtype,
-                     .rank = 4,
-                     .sizes = {kWidth, kChunkRows, kKeyCopies, items},
-                     .strides = {1, kWidth, kChunkRows * kWidth, kKeyCopies * kChunkRows * kWidth},
-                     .box = {64, kChunkRows, 1, 1},
-                     .swizzle = Swizzle::k128});
-}
-
 ChannelScanMaps channel_scan_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
   const DType dtype = call.in.k.dtype;
   const int64_t items = count_items(args);
   return {copies_map(args.factors.keys, dtype, items), rows_map(call.in.v), rows_map(call.o),
           lower_map(args.factors.J, dtype, items), lower_map(args.factors.sP, dtype, items)};
-}
-
-FactorMaps factor_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
-  const DeltaRuleInputs& in = call.in;
-  const bool has_g = in.g.dtype == in.k.dtype && has_token_map(in.g);
-  return {rows_map(in.k), rows_map(in.q), has_g ? rows_map(in.g) : TensorMap{},
-          copies_map(args.factors.keys, in.k.dtype, count_items(args)), has_g};
 }
 
 int columns_of(const DeltaRuleForwardProblem& problem) {
@@ -104,8 +80,7 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   const auto sequences = device_sequences(in.cu_seqlens, sizes.num_sequences, sizes.tokens);
   if (!fits_places(problem, max_chunks(sequences, problem.args.options.chunk_size))) return "too many tokens";
   const bool per_channel = chunk_16bit::has_decay_per_channel(problem);
-  return lacks_shared_memory(per_channel ? std::max(channel_scan_bytes(), channel_factors_bytes()) : scan_bytes(),
-                             in.q.device.index);
+  return lacks_shared_memory(per_channel ? channel_scan_bytes() : scan_bytes(), in.q.device.index);
 }
 
 std::string config_text(const DeltaRuleForwardProblem& problem) {
@@ -117,7 +92,7 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
   const int columns = columns_of(problem);
   if (chunk_16bit::has_decay_per_channel(problem)) {
     chunk_16bit::forward_in_windows(problem, context, [&](const ChunkArgs& args) {
-      if (args.num_chunks > 0) launch_channel_factors(args, factor_maps(problem.args, args), context);
+      chunk_16bit::compute_factors(problem, args, context);
       const ChannelScanMaps maps = args.num_chunks > 0 ? channel_scan_maps(problem.args, args) : ChannelScanMaps{};
       args.problem.k.dtype == DType::kBF16 ? launch_channel_scan<DType::kBF16>(args, maps, columns, context)
                                            : launch_channel_scan<DType::kF16>(args, maps, columns, context);

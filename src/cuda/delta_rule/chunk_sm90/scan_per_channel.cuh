@@ -270,6 +270,7 @@ __global__ void __launch_bounds__(ChannelBlock<kGroups>::kThreads, 1)
     fence_barrier_init();
   }
   wait_for_previous_kernels();
+  let_next_kernel_start();
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
@@ -280,7 +281,8 @@ __global__ void __launch_bounds__(ChannelBlock<kGroups>::kThreads, 1)
     const bool leader = threadIdx.x % kGroupThreads == 0;
     typename Shape::Turns turn;
     for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
-      const StateColumns<kGroups> own{args, maps.o, part, walk, s.o[warp / 4], warp / 4, warp % 4, lane, leader};
+      const StateColumns<kGroups> own{
+          args, maps.o, part, walk, s.o[warp / 4], warp / 4, warp % 4, opaque_below<kWarpSize>(lane), leader};
       ChannelStateGroup<kType, kGroups>{own, s}.run(turn);
     });
     if (leader) wait_stores_read<0>();
