@@ -1,5 +1,5 @@
-// The backward of the chunk form as both of its implementations with 16-bit operands run it: windows, scratch memory,
-// factors and states are the same, and kernels differ.
+// The backward of the chunk form as both of its implementations with 16-bit operands run it: windows, scratch memory
+// and states are the same, and kernels differ.
 #pragma once
 
 #include <functional>
@@ -14,6 +14,7 @@ struct BackKernels {
   int ready_columns;                                   // which publish their progress together
   int gradients_on_one;                                // blocks of the gradients on a multiprocessor
   bool sums_keys;                                      // whether these leave sums of dq and dk in memory
+  std::function<void(const ChunkArgs&)> factors;       // of the chunks of a window, or of all
   std::function<void(const ChunkArgs&)> scan_states;   // over all chunks, as in the forward: the states before them
   std::function<void(const GradientArgs&)> scan_back;  // over a window
   std::function<void(const GradientArgs&, int64_t blocks)> gradients;  // of its chunks, with sums of so many blocks

@@ -206,6 +206,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   const int columns = back_config_of(problem).columns();
   backward_in_windows(problem,
                       {columns, columns, gradients_on_one(problem), sums_keys(problem),
+                       [&](const ChunkArgs& args) { compute_factors(problem, args, context); },
                        [&](const ChunkArgs& args) { scan_forward(args, config_of(problem), context); },
                        [&](const GradientArgs& args) { scan_back(problem, args, context); },
                        [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); }},
@@ -241,7 +242,7 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKern
   number_chunks(problem, scratch.first_chunk, args.chunk, context);
   args.chunk.factors = call.kept.present() ? kept_factors(problem, args.chunk) : scratch.factors;
   args.chunk.factors_of_window = has_factors_of_window(problem);
-  if (!call.kept.present() && !args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
+  if (!call.kept.present() && !args.chunk.factors_of_window && args.chunk.num_chunks > 0) kernels.factors(args.chunk);
   ParameterSums sums = parameter_sums(problem, args.chunk);
   args.G = scratch.G;
   args.Y = scratch.Y;
@@ -259,7 +260,7 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKern
     args.chunk.window = windows.at(windows.count - 1 - n);
     if (windows.count > 1) args.chunk.carried = carried_states(problem, scratch.carried, n);
     if (beside) args.progress.counter = scratch.flags + flags + n;
-    if (args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
+    if (args.chunk.factors_of_window && args.chunk.num_chunks > 0) kernels.factors(args.chunk);
     kernels.scan_back(args);
     if (args.chunk.num_chunks > 0)
       kernels.gradients(args, gradient_blocks(problem, kernels, chunks_in_window(args.chunk)));

@@ -14,6 +14,9 @@ struct FactorMaps {
   bool has_g = false;  // the gates have the type of the keys, and such a map
 };
 
+// Of the chunks of a launch.
+FactorMaps factor_maps(const DeltaRuleInputs& in, const chunk_16bit::ChunkArgs& args);
+
 void launch_channel_factors(const chunk_16bit::ChunkArgs& args, const FactorMaps& maps, const Context& context);
 size_t channel_factors_bytes();
 

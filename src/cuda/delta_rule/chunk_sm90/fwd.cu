@@ -30,30 +30,6 @@ int64_t count_items(const ChunkArgs& args) {
   return chunks * args.problem.num_value_heads;
 }
 
-TensorMap copies_map(const uint16_t* copies, DType dtype, int64_t items) {
-  return tensor_map({.data = copies,
-                     .dtype = dtype,
-                     .rank = 4,
-                     .sizes = {kWidth, kChunkRows, kKeyCopies, items},
-                     .strides = {1, kWidth, kChunkRows * kWidth, kKeyCopies * kChunkRows * kWidth},
-                     .box = {64, kChunkRows, 1, 1},
-                     .swizzle = Swizzle::k128});
-}
-
-ChannelScanMaps channel_scan_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
-  const DType dtype = call.in.k.dtype;
-  const int64_t items = count_items(args);
-  return {copies_map(args.factors.keys, dtype, items), rows_map(call.in.v), rows_map(call.o),
-          lower_map(args.factors.J, dtype, items), lower_map(args.factors.sP, dtype, items)};
-}
-
-FactorMaps factor_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
-  const DeltaRuleInputs& in = call.in;
-  const bool has_g = in.g.dtype == in.k.dtype && has_token_map(in.g);
-  return {rows_map(in.k), rows_map(in.q), has_g ? rows_map(in.g) : TensorMap{},
-          copies_map(args.factors.keys, in.k.dtype, count_items(args)), has_g};
-}
-
 // Few heads: narrow blocks, as long as each has a multiprocessor of its own.
 int columns_of(const DeltaRuleForwardProblem& problem) {
   const int64_t heads = problem.sizes.num_sequences * problem.sizes.num_value_heads;
@@ -71,6 +47,29 @@ ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkAr
           o.present() ? rows_map(o) : TensorMap{},
           lower_map(args.factors.J, in.k.dtype, items),
           lower_map(args.factors.sP, in.k.dtype, items)};
+}
+
+TensorMap copies_map(const uint16_t* copies, DType dtype, int64_t items) {
+  return tensor_map({.data = copies,
+                     .dtype = dtype,
+                     .rank = 4,
+                     .sizes = {kWidth, kChunkRows, kKeyCopies, items},
+                     .strides = {1, kWidth, kChunkRows * kWidth, kKeyCopies * kChunkRows * kWidth},
+                     .box = {64, kChunkRows, 1, 1},
+                     .swizzle = Swizzle::k128});
+}
+
+ChannelScanMaps channel_scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkArgs& args) {
+  const DType dtype = in.k.dtype;
+  const int64_t items = count_items(args);
+  return {copies_map(args.factors.keys, dtype, items), rows_map(in.v), o.present() ? rows_map(o) : TensorMap{},
+          lower_map(args.factors.J, dtype, items), lower_map(args.factors.sP, dtype, items)};
+}
+
+FactorMaps factor_maps(const DeltaRuleInputs& in, const ChunkArgs& args) {
+  const bool has_g = in.g.dtype == in.k.dtype && has_token_map(in.g);
+  return {rows_map(in.k), rows_map(in.q), has_g ? rows_map(in.g) : TensorMap{},
+          copies_map(args.factors.keys, in.k.dtype, count_items(args)), has_g};
 }
 
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items) {
@@ -115,8 +114,9 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
   const int columns = columns_of(problem);
   if (chunk_16bit::has_decay_per_channel(problem)) {
     chunk_16bit::forward_in_windows(problem, context, [&](const ChunkArgs& args) {
-      if (args.num_chunks > 0) launch_channel_factors(args, factor_maps(problem.args, args), context);
-      const ChannelScanMaps maps = args.num_chunks > 0 ? channel_scan_maps(problem.args, args) : ChannelScanMaps{};
+      if (args.num_chunks > 0) launch_channel_factors(args, factor_maps(problem.args.in, args), context);
+      const ChannelScanMaps maps =
+          args.num_chunks > 0 ? channel_scan_maps(problem.args.in, problem.args.o, args) : ChannelScanMaps{};
       args.problem.k.dtype == DType::kBF16 ? launch_channel_scan<DType::kBF16>(args, maps, columns, context)
                                            : launch_channel_scan<DType::kF16>(args, maps, columns, context);
     });

@@ -13,6 +13,12 @@ struct ChannelScanMaps {
   TensorMap J, sP;  // lower_map
 };
 
+// Copies of the keys of `items` pairs of a chunk and a value head, for ChannelScanMaps::keys.
+TensorMap copies_map(const uint16_t* copies, DType dtype, int64_t items);
+
+// Of the chunks of a launch. `o` absent: only states are wanted.
+ChannelScanMaps channel_scan_maps(const DeltaRuleInputs& in, const TensorView& o, const chunk_16bit::ChunkArgs& args);
+
 size_t channel_scan_bytes();  // of shared memory in the largest block
 
 // One launch, of blocks with 64 or 128 value columns. For bf16 and fp16, a file each.
