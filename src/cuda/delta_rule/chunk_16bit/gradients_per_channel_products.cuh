@@ -26,7 +26,7 @@ __device__ __forceinline__ void residuals(Shared<kK>& s, int warp, int lane, uin
   const SharedTile<kK> S(s.S);
   const TileColumns<Shape<kK>::kColumns> values(s.first.v, warp);
   const SharedTile<kChunkRows> Y_rows(s.columns.Y);
-#pragma unroll 4
+#pragma unroll 2
   for (int m = 0; m < kK / 16; ++m) {
     uint32_t a[4];
     S.load_a(16 * warp, m, lane, a);
@@ -104,13 +104,13 @@ __device__ __forceinline__ void make_pairs(Shared<kK>& s, float scale, int token
   };
   uint32_t a[4];
   if (kind == kPairsOfP) {
-#pragma unroll
+#pragma unroll 2
     for (int m = 0; m < kColumns / 16; ++m) {
       SharedTile<kColumns>(s.d_o).load_a(16 * row, m, lane, a);
       add(m, a);
     }
   } else {
-#pragma unroll
+#pragma unroll 2
     for (int m = 0; m < kColumns / 16; ++m) {
       SharedTile<kChunkRows>(s.columns.Y).load_c_transposed(16 * m, row, lane, a);
       add(m, a);
@@ -173,7 +173,7 @@ template <DType kType, int kK>
 __device__ __forceinline__ float2 dot_states(Shared<kK>& s, int warp, int lane) {
   const TileColumns<kK> S(s.S, warp), G(s.G, warp);
   float c[2][4] = {};
-#pragma unroll 4
+#pragma unroll 2
   for (int m = 0; m < Shape<kK>::kColumns / 16; ++m) {
     uint32_t a[4], b[4];  // an A fragment of channels by columns is also a B fragment of columns by channels
     S.load_c_transposed(16 * m, 0, lane, a);

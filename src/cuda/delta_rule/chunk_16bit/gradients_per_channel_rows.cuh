@@ -113,6 +113,18 @@ __device__ __forceinline__ void decode_pairs(DType dtype, const uint2 (&words)[k
   }
 }
 
+// Loops over the tokens of a tile have bodies of kTogether tokens and no more code than that: what is unrolled further
+// makes warps wait for instructions. Numbers of all tokens in registers then have the tokens at hand at their front, and
+// after as many turns as there are bodies they are where they were.
+constexpr int kTogether = 4;
+__device__ __forceinline__ void rotate(float2 (&x)[kRows]) {
+  float2 front[kTogether];
+#pragma unroll
+  for (int i = 0; i < kTogether; ++i) front[i] = x[i];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) x[i] = i < kRows - kTogether ? x[i + kTogether] : front[i - kRows + kTogether];
+}
+
 // exp(g) of the tile; 1 where there is none.
 __device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, const Item& item, const ChannelPair& own,
                                             float2 (&decay)[kRows]) {
@@ -121,10 +133,14 @@ __device__ __forceinline__ void load_decays(const DeltaRuleDeviceProblem& p, con
   decode_pairs(p.g.dtype, words, decay);
   with_gate_kind(p, [&](auto kind) {
     constexpr GateKind kKind = decltype(kind)::value;
+#pragma unroll 1
+    for (int first = 0; first < kRows; first += kTogether) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      decay[i] = make_float2(gate_of<kKind>(p, decay[i].x, own.rate, own.bias.x).decay,
-                             gate_of<kKind>(p, decay[i].y, own.rate, own.bias.y).decay);
+      for (int i = 0; i < kTogether; ++i) {
+        decay[i] = make_float2(gate_of<kKind>(p, decay[i].x, own.rate, own.bias.x).decay,
+                               gate_of<kKind>(p, decay[i].y, own.rate, own.bias.y).decay);
+      }
+      rotate(decay);
     }
   });
   if (own.rows >= kRows && own.columns > 1) return;
@@ -162,13 +178,20 @@ struct TokenKeys {
       : q(rstd_q * raw_q), k(rstd_k * raw_k), reader(-beta * k) {}
 };
 
-// Numbers of tokens, four at a time.
-struct Four {
-  float x[4];
+// Numbers of tokens, two or four at a time.
+template <int kCount>
+struct TokenNumbers {
+  float x[kCount];
 
-  __device__ __forceinline__ explicit Four(const float* from) {
-    const float4 all = *reinterpret_cast<const float4*>(from);
-    x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
+  __device__ __forceinline__ explicit TokenNumbers(const float* from) {
+    if constexpr (kCount == 4) {
+      const float4 all = *reinterpret_cast<const float4*>(from);
+      x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
+    } else {
+      static_assert(kCount == 2);
+      const float2 all = *reinterpret_cast<const float2*>(from);
+      x[0] = all.x, x[1] = all.y;
+    }
   }
 };
 
@@ -206,13 +229,14 @@ __device__ __forceinline__ void scale_rows(const DeltaRuleDeviceProblem& p, cons
     }
   }
   float2 since = make_float2(1, 1);
+#pragma unroll 1
+  for (int first = 0; first < kRows; first += kTogether) {
+    using Numbers = TokenNumbers<kTogether>;
+    const Numbers rstd_q(s.rstd_q + top + first), rstd_k(s.rstd_k + top + first), beta(s.beta + top + first);
 #pragma unroll
-  for (int first = 0; first < kRows; first += 4) {
-    const Four rstd_q(s.rstd_q + top + first), rstd_k(s.rstd_k + top + first), beta(s.beta + top + first);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
+    for (int e = 0; e < kTogether; ++e) {
       const int i = first + e;
-      since = since * decay[i];
+      since = since * decay[e];
       const MildDecays decays(since, total);
       const TokenKeys keys(unpack<kType>(pair_at(q, i)), unpack<kType>(pair_at(k, i)), rstd_q.x[e], rstd_k.x[e],
                            beta.x[e]);
@@ -220,6 +244,7 @@ __device__ __forceinline__ void scale_rows(const DeltaRuleDeviceProblem& p, cons
       pair_at(q, i) = round_pair<kType>(since * keys.q);
       pair_at(k, i) = round_pair<kType>(since * keys.reader);
     }
+    rotate(decay);
   }
   const bool any_strong = __any_sync(kAllLanes, !mild);
   if (thread % kWarpSize == 0) s.strong[own.tile][own.channel / 64] = any_strong;
