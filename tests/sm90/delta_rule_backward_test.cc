@@ -64,20 +64,24 @@ TEST_P(Sm90DeltaRuleBackward, SequencesOfAllLengths) {
   expect_as_reference(draw(with_lengths(with_heads(wide(GetParam(), 0), 2, 1), {5, 0, 64, 1, 130, 63}), 6));
 }
 
-INSTANTIATE_TEST_SUITE_P(Gates, Sm90DeltaRuleBackward, ::testing::Values(Gate::kNone, Gate::kPerHead),
+INSTANTIATE_TEST_SUITE_P(Gates, Sm90DeltaRuleBackward,
+                         ::testing::Values(Gate::kNone, Gate::kPerHead, Gate::kPerChannel),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
-TEST(Sm90Backward, GroupsNormsAndRawGates) {
+// Those with decays.
+class Sm90DecayBackward : public ::testing::TestWithParam<Gate> {};
+
+TEST_P(Sm90DecayBackward, GroupsNormsAndRawGates) {
   for (const int64_t group : {2, 1}) {
-    DeltaRuleSpec spec = with_batch(with_heads(wide(Gate::kPerHead, 70), 2, group), 2);
+    DeltaRuleSpec spec = with_batch(with_heads(wide(GetParam(), 70), 2, group), 2);
     spec.options.qk_l2norm = spec.options.gate_in_kernel = spec.options.beta_sigmoid = true;
     expect_as_reference(draw(spec, 7));
   }
 }
 
 // A sequence alone, and the same between others whose tokens are NaNs: the same bits.
-TEST(Sm90Backward, NothingOfTheNextSequence) {
-  DeltaRuleCase packed = draw(with_lengths(wide(Gate::kPerHead, 0), {40, 70, 30}), 8);
+TEST_P(Sm90DecayBackward, NothingOfTheNextSequence) {
+  DeltaRuleCase packed = draw(with_lengths(wide(GetParam(), 0), {40, 70, 30}), 8);
   const DeltaRuleResults whole = run(packed);
   for (Tensor* x : {&packed.q, &packed.k, &packed.v, &packed.g, &packed.beta, &packed.d_o}) {
     const int64_t row = x->size() / packed.spec.T;
@@ -95,8 +99,8 @@ TEST(Sm90Backward, NothingOfTheNextSequence) {
 }
 
 // From states that a forward kept in fp32 or in the type of k, and from those computed again: the same bits.
-TEST(Sm90Backward, FromKeptStates) {
-  const DeltaRuleCase problem = draw(with_lengths(with_heads(wide(Gate::kPerHead, 0), 1, 2), {67, 0, 20}), 9);
+TEST_P(Sm90DecayBackward, FromKeptStates) {
+  const DeltaRuleCase problem = draw(with_lengths(with_heads(wide(GetParam(), 0), 1, 2), {67, 0, 20}), 9);
   const Tensor states = support::forward(problem, context(), true).chunk_states;
   const DeltaRuleResults again = run(problem);
   for (DType dtype : {DType::kF32, DType::kBF16}) {
@@ -105,8 +109,8 @@ TEST(Sm90Backward, FromKeptStates) {
 }
 
 // With little scratch memory the chunks come in windows, and gradients of states go from one to the next: the same bits.
-TEST(Sm90Backward, WindowsDoNotShow) {
-  DeltaRuleSpec spec = with_heads(wide(Gate::kPerHead, 150), 1, 2);
+TEST_P(Sm90DecayBackward, WindowsDoNotShow) {
+  DeltaRuleSpec spec = with_heads(wide(GetParam(), 150), 1, 2);
   spec.options.chunk_size = 16;
   Context little = context();
   little.scratch_bytes = 1;
@@ -116,29 +120,29 @@ TEST(Sm90Backward, WindowsDoNotShow) {
   }
 }
 
-TEST(Sm90Backward, GraphReplaysWithOtherLengths) {
+TEST_P(Sm90DecayBackward, GraphReplaysWithOtherLengths) {
   expect_replays_with_other_lengths(Mode::kBackward,
-                                    draw(with_lengths(with_heads(wide(Gate::kPerHead, 0), 1, 2), {60, 60, 30}), 31),
+                                    draw(with_lengths(with_heads(wide(GetParam(), 0), 1, 2), {60, 60, 30}), 31),
                                     {{0, 0, 67, 130}, {0, 64, 64, 65}});
 }
 
-TEST(Sm90Backward, MalformedOffsetsStayInside) {
-  DeltaRuleCase problem = draw(with_lengths(wide(Gate::kPerHead, 0), {30, 20, 19}), 13);
+TEST_P(Sm90DecayBackward, MalformedOffsetsStayInside) {
+  DeltaRuleCase problem = draw(with_lengths(wide(GetParam(), 0), {30, 20, 19}), 13);
   for (const std::vector<int64_t>& offsets : kMalformedOffsets) {
     problem.cu_seqlens = offsets_of(offsets);
     EXPECT_NO_THROW(run(problem));
   }
 }
 
-TEST(Sm90Backward, TwoRunsHaveTheSameBits) {
-  const DeltaRuleCase problem = draw(with_heads(wide(Gate::kPerHead, 200), 2, 2), 9);
+TEST_P(Sm90DecayBackward, TwoRunsHaveTheSameBits) {
+  const DeltaRuleCase problem = draw(with_heads(wide(GetParam(), 200), 2, 2), 9);
   expect_same_bits(run(problem), run(problem), "two runs");
 }
 
 // Many heads have blocks of 128 columns, one alone has two of 64: the same bits.
-TEST(Sm90Backward, ColumnsOfABlockChangeNoBit) {
+TEST_P(Sm90DecayBackward, ColumnsOfABlockChangeNoBit) {
   const int64_t heads = emulated() ? 3 : 67;
-  const DeltaRuleCase all = draw(with_heads(wide(Gate::kPerHead, 100), heads, 1), 11);
+  const DeltaRuleCase all = draw(with_heads(wide(GetParam(), 100), heads, 1), 11);
   DeltaRuleCase one = all;
   one.spec.H = one.spec.HV = 1;
   for (Tensor* x : {&one.q, &one.k, &one.v, &one.g, &one.beta, &one.d_o}) *x = slice(*x, 2, 1, 2);
@@ -150,11 +154,24 @@ TEST(Sm90Backward, ColumnsOfABlockChangeNoBit) {
   EXPECT_TRUE(support::same_bits(of_one.d_initial_state, slice(of_all.d_initial_state, 1, 1, 2)));
 }
 
+INSTANTIATE_TEST_SUITE_P(Gates, Sm90DecayBackward, ::testing::Values(Gate::kPerHead, Gate::kPerChannel),
+                         [](const auto& info) { return std::string(name_of(info.param)); });
+
+// Decays of tokens, or of whole tiles, that are too strong to be divided by; and gates in fp32 or in the type of k.
+TEST(Sm90Backward, StrongDecaysPerChannel) {
+  for (DType gates : {DType::kF32, DType::kBF16}) {
+    DeltaRuleCase problem = draw(wide(Gate::kPerChannel, 100), 17);
+    problem.g = problem.g.to(gates);
+    for (int64_t i = 0; i < problem.g.size(); i += 3)
+      problem.g.set(i, i / 128 % 32 < 16 ? -5.0 : i % 7 == 0 ? -40.0 : -0.1);
+    expect_as_reference(problem);
+  }
+}
+
 TEST(Sm90Backward, WhatItDeclines) {
   const auto expect = [](const DeltaRuleSpec& spec, const std::string& reason) {
     expect_refused(ErrorCode::kUnsupported, reason, [&] { run(draw(spec, 10)); });
   };
-  expect(wide(Gate::kPerChannel, 70), "decays must be numbers per token");
   expect(wide(Gate::kPerHead, 70, DType::kF32), "16-bit type");
   DeltaRuleSpec narrow = spec_of(Gate::kPerHead, 70, 64, 128);
   narrow.dtype = DType::kBF16;

@@ -1,5 +1,5 @@
-// The backward of the chunk form as both of its implementations with 16-bit operands run it: windows, scratch memory,
-// factors and states are the same, and kernels differ.
+// The backward of the chunk form as both of its implementations with 16-bit operands run it: windows, scratch memory
+// and states are the same, and kernels differ.
 #pragma once
 
 #include <functional>

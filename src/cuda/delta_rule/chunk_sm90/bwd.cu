@@ -1,14 +1,18 @@
-// The entry chunk_sm90, backward in the chunk form on Hopper: what it takes, its tensor maps and its launches. Factors and
-// states are those of chunk_16bit. The kernels: scan_back.cuh, gradients.cuh.
+// The entry chunk_sm90, backward in the chunk form on Hopper: what it takes, its tensor maps and its launches. One decay per
+// head: factors as in chunk_16bit, then scan.cuh, scan_back.cuh, gradients.cuh. One per channel: factors_per_channel.cu,
+// scan_per_channel.cuh, scan_back_per_channel.cuh, then the gradients of chunk_16bit.
 #include <algorithm>
 #include <limits>
 #include <string>
 
 #include "cuda/delta_rule/chunk_16bit/backward.h"
 #include "cuda/delta_rule/chunk_16bit/setup.h"
+#include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 #include "cuda/delta_rule/chunk_sm90/gradients.h"
 #include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/delta_rule/chunk_sm90/scan_back.h"
+#include "cuda/delta_rule/chunk_sm90/scan_back_per_channel.h"
+#include "cuda/delta_rule/chunk_sm90/scan_per_channel.h"
 #include "cuda/delta_rule/kernels.h"
 
 namespace fastweight::cuda::chunk_sm90 {
@@ -18,12 +22,23 @@ using chunk_16bit::ChunkArgs;
 using chunk_16bit::GradientArgs;
 using chunk_16bit::kChunkRows;
 
+constexpr int kChannelGradientsOnOne = 2;  // blocks of the gradients on a multiprocessor
+
 int columns_of(const DeltaRuleBackwardProblem& problem) {
   return scan_columns(problem.sizes.num_sequences * problem.sizes.num_value_heads, problem.args.in.q.device.index);
 }
 
 TensorMap rows_of(const TensorView& x) {
   return x.present() ? token_map(x, kChunkRows, 64, Swizzle::k128) : TensorMap{};
+}
+
+// Pairs of a chunk and a value head that there is memory for: of factors, and of G and Y of a window.
+struct Items {
+  int64_t factors, slots;
+};
+Items items_of(const ChunkArgs& args) {
+  const int64_t HV = args.problem.num_value_heads, slots = chunk_16bit::chunks_in_window(args) * HV;
+  return {args.factors_of_window ? slots : args.num_chunks * HV, slots};
 }
 
 // What both kernels read of a window.
@@ -33,15 +48,14 @@ struct WindowMaps {
 WindowMaps window_maps(const DeltaRuleBackward& call, const GradientArgs& args) {
   const DType dtype = call.in.k.dtype;
   const ChunkArgs& chunk = args.chunk;
-  const int64_t HV = chunk.problem.num_value_heads, slots = chunk_16bit::chunks_in_window(chunk) * HV;
-  const int64_t items = chunk.factors_of_window ? slots : chunk.num_chunks * HV;
+  const Items items = items_of(chunk);
   return {rows_of(call.in.k),
           rows_of(call.in.q),
           rows_of(call.d_o),
-          lower_map(chunk.factors.J, dtype, items),
-          lower_map(chunk.factors.sP, dtype, items),
-          rows_map(args.G, dtype, kWidth, slots),
-          rows_map(args.Y, dtype, kChunkRows, slots)};
+          lower_map(chunk.factors.J, dtype, items.factors),
+          lower_map(chunk.factors.sP, dtype, items.factors),
+          rows_map(args.G, dtype, kWidth, items.slots),
+          rows_map(args.Y, dtype, kChunkRows, items.slots)};
 }
 
 void scan_states(const DeltaRuleBackwardProblem& problem, const ChunkArgs& args, const Context& context) {
@@ -79,6 +93,38 @@ void gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args
                           of.Y};
   call.in.k.dtype == DType::kBF16 ? launch_gradients<DType::kBF16>(args, maps, blocks, context)
                                   : launch_gradients<DType::kF16>(args, maps, blocks, context);
+}
+
+void scan_channel_states(const DeltaRuleBackwardProblem& problem, const ChunkArgs& args, const Context& context) {
+  const int columns = columns_of(problem);
+  const ChannelScanMaps maps = channel_scan_maps(problem.args.in, {}, args);
+  problem.args.in.k.dtype == DType::kBF16 ? launch_channel_scan<DType::kBF16>(args, maps, columns, context)
+                                          : launch_channel_scan<DType::kF16>(args, maps, columns, context);
+}
+
+void scan_channels_back(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, const Context& context) {
+  const int columns = columns_of(problem);
+  ChannelScanBackMaps maps{};
+  if (args.chunk.num_chunks > 0) {
+    const DType dtype = problem.args.in.k.dtype;
+    const Items items = items_of(args.chunk);
+    maps = {copies_map(args.chunk.factors.keys, dtype, items.factors),
+            rows_of(problem.args.d_o),
+            rows_of(problem.args.dv),
+            lower_map(args.chunk.factors.J, dtype, items.factors),
+            lower_map(args.chunk.factors.sP, dtype, items.factors),
+            rows_map(args.G, dtype, kWidth, items.slots),
+            rows_map(args.Y, dtype, kChunkRows, items.slots)};
+  }
+  problem.args.in.k.dtype == DType::kBF16 ? launch_channel_scan_back<DType::kBF16>(args, maps, columns, context)
+                                          : launch_channel_scan_back<DType::kF16>(args, maps, columns, context);
+}
+
+void channel_gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, int64_t blocks,
+                       const Context& context) {
+  problem.args.in.k.dtype == DType::kBF16
+      ? chunk_16bit::launch_gradients_per_channel<DType::kBF16>(args, kWidth, blocks, context)
+      : chunk_16bit::launch_gradients_per_channel<DType::kF16>(args, kWidth, blocks, context);
 }
 
 // Whether a gradient can leave by TMA, if anybody wants it.
@@ -128,7 +174,6 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   if (!reason.empty()) return reason;
   if (device_attribute(cudaDevAttrComputeCapabilityMajor, in.q.device.index) != 9)
     return "needs compute capability 9.0";
-  if (chunk_16bit::has_decay_per_channel(problem)) return "decays must be numbers per token";
   if (sizes.head_dim_k <= kWidth / 2 || sizes.head_dim_k > kWidth || sizes.head_dim_v <= kWidth / 2 ||
       sizes.head_dim_v > kWidth) {
     return "K and V must be from 65 to 128";
@@ -144,7 +189,11 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - kChunkRows;  // places are 32-bit numbers
   if (sizes.tokens > kMost || max_chunks(sequences, call.options.chunk_size) * sizes.num_value_heads > kMost)
     return "too many tokens";
-  return lacks_shared_memory(std::max({scan_bytes(), scan_back_bytes(), gradients_bytes()}), in.q.device.index);
+  const bool per_channel = chunk_16bit::has_decay_per_channel(problem);
+  return lacks_shared_memory(per_channel
+                                 ? std::max(channel_scan_bytes(), channel_scan_back_bytes())
+                                 : std::max({scan_bytes(), scan_back_bytes(), gradients_bytes()}),
+                             in.q.device.index);
 }
 
 std::string config_text(const DeltaRuleBackwardProblem& problem) {
@@ -152,6 +201,19 @@ std::string config_text(const DeltaRuleBackwardProblem& problem) {
 }
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
+  if (chunk_16bit::has_decay_per_channel(problem)) {
+    chunk_16bit::backward_in_windows(
+        problem,
+        {.ready_columns = 0,
+         .gradients_on_one = kChannelGradientsOnOne,
+         .sums_keys = problem.sizes.group > 1,
+         .scan_states = [&](const ChunkArgs& args) { scan_channel_states(problem, args, context); },
+         .scan_back = [&](const GradientArgs& args) { scan_channels_back(problem, args, context); },
+         .gradients =
+             [&](const GradientArgs& args, int64_t blocks) { channel_gradients(problem, args, blocks, context); }},
+        context);
+    return;
+  }
   chunk_16bit::backward_in_windows(
       problem,
       {.ready_columns = 0,

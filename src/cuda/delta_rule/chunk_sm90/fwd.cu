@@ -23,13 +23,6 @@ bool fits_places(const DeltaRuleForwardProblem& problem, int64_t num_chunks) {
 
 TensorMap rows_map(const TensorView& x) { return token_map(x, kChunkRows, 64, Swizzle::k128); }
 
-ChannelScanMaps channel_scan_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
-  const DType dtype = call.in.k.dtype;
-  const int64_t items = count_items(args);
-  return {copies_map(args.factors.keys, dtype, items), rows_map(call.in.v), rows_map(call.o),
-          lower_map(args.factors.J, dtype, items), lower_map(args.factors.sP, dtype, items)};
-}
-
 int columns_of(const DeltaRuleForwardProblem& problem) {
   return scan_columns(problem.sizes.num_sequences * problem.sizes.num_value_heads, problem.args.in.q.device.index);
 }
@@ -49,6 +42,13 @@ ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkAr
           o.present() ? rows_map(o) : TensorMap{},
           lower_map(args.factors.J, in.k.dtype, items),
           lower_map(args.factors.sP, in.k.dtype, items)};
+}
+
+ChannelScanMaps channel_scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkArgs& args) {
+  const DType dtype = in.k.dtype;
+  const int64_t items = count_items(args);
+  return {copies_map(args.factors.keys, dtype, items), rows_map(in.v), o.present() ? rows_map(o) : TensorMap{},
+          lower_map(args.factors.J, dtype, items), lower_map(args.factors.sP, dtype, items)};
 }
 
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items) {
@@ -93,7 +93,8 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
   if (chunk_16bit::has_decay_per_channel(problem)) {
     chunk_16bit::forward_in_windows(problem, context, [&](const ChunkArgs& args) {
       chunk_16bit::compute_factors(problem, args, context);
-      const ChannelScanMaps maps = args.num_chunks > 0 ? channel_scan_maps(problem.args, args) : ChannelScanMaps{};
+      const ChannelScanMaps maps =
+          args.num_chunks > 0 ? channel_scan_maps(problem.args.in, problem.args.o, args) : ChannelScanMaps{};
       args.problem.k.dtype == DType::kBF16 ? launch_channel_scan<DType::kBF16>(args, maps, columns, context)
                                            : launch_channel_scan<DType::kF16>(args, maps, columns, context);
     });

@@ -16,19 +16,14 @@
 // A column's sums do not depend on other columns: how many of them a block has changes no bit.
 #pragma once
 
+#include "cuda/delta_rule/chunk_sm90/gradient_columns.cuh"
 #include "cuda/delta_rule/chunk_sm90/scan.cuh"
 #include "cuda/delta_rule/chunk_sm90/scan_back.h"
 
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
-using chunk_16bit::GradientArgs;
-
 constexpr int kBackStages = 3, kPairStages = 2;  // chunks in shared memory: of all operands but sP, and of sP
-
-using StateTile = PanelTile<kGroupColumns, kWidth>;       // a warpgroup's rows of G
-using WritesTile = PanelTile<kGroupColumns, kChunkRows>;  // and of Y
-static_assert(StateTile::kBytes == WritesTile::kBytes + ValueTile::kBytes);
 
 template <int kGroups>
 struct BackBlock {
@@ -44,6 +39,7 @@ struct BackBlock {
       2 * KeyTile::kBytes + kGroups * ValueTile::kBytes + LowerTile::kBytes + sizeof(Stage::token) + kTotalBytes;
 
   // On the way out of a warpgroup: G, and then Y and dv.
+  static_assert(StateTile::kBytes == WritesTile::kBytes + ValueTile::kBytes);
   union alignas(1024) Leaving {
     unsigned char G[StateTile::kBytes];
     struct {
@@ -60,23 +56,11 @@ struct BackBlock {
     chunk_16bit::BlockWork work[kGroups];  // of a warpgroup: here it takes no registers
     TransactionBarrier filled[kBackStages], free[kBackStages];
     TransactionBarrier sP_filled[kPairStages], sP_free[kPairStages];
-    // Of a warpgroup and the warp that stores for it: G, or Y and dv, are in `leaving`; they have been read from there.
-    TransactionBarrier G_ready[kGroups], G_left[kGroups], Y_ready[kGroups], Y_left[kGroups];
+    LeavingBarriers<kGroups> barriers_of_leaving;
   };
 };
 
 // Where a block is in its rings: turns go on from part to part.
-template <int kStagesOfRing>
-struct RingTurn {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++stage < kStagesOfRing) return;
-    stage = 0;
-    parity ^= 1;
-  }
-};
 struct BackTurn {
   RingTurn<kBackStages> all;
   RingTurn<kPairStages> sP;
@@ -97,9 +81,9 @@ __device__ __forceinline__ void bring_back_operands(const ChunkArgs& args, const
     for (int c = walk.chunks - 1; c >= 0; --c, turn.next()) {
       const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
       const RowsPlace keys = rows_of(args, walk, c, part.key_head), values = rows_of(args, walk, c, part.head);
-      auto& stage = s.stage[turn.all.stage];
-      TransactionBarrier& filled = s.filled[turn.all.stage];
-      s.free[turn.all.stage].wait(turn.all.parity ^ 1);
+      auto& stage = s.stage[turn.all.at];
+      TransactionBarrier& filled = s.filled[turn.all.at];
+      s.free[turn.all.at].wait(turn.all.parity ^ 1);
       filled.arrive_expecting(BackBlock<kGroups>::kStageBytes);
       load_panels(KeyTile(stage.k), maps.k, 0, keys, filled);
 #pragma unroll
@@ -108,56 +92,15 @@ __device__ __forceinline__ void bring_back_operands(const ChunkArgs& args, const
       }
       load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows,
                  sizeof(stage.token), filled);
-      load_bytes(shared_address(s.total[turn.all.stage]), args.factors.total + item * 4, kTotalBytes, filled);
+      load_bytes(shared_address(s.total[turn.all.at]), args.factors.total + item * 4, kTotalBytes, filled);
       load_lower(stage.J, maps.J, static_cast<int>(item), filled);
       load_panels(KeyTile(stage.q), maps.q, 0, keys, filled);
-      s.sP_free[turn.sP.stage].wait(turn.sP.parity ^ 1);
-      s.sP_filled[turn.sP.stage].arrive_expecting(LowerTile::kBytes);
-      load_lower(s.sP[turn.sP.stage], maps.sP, static_cast<int>(item), s.sP_filled[turn.sP.stage]);
+      s.sP_free[turn.sP.at].wait(turn.sP.parity ^ 1);
+      s.sP_filled[turn.sP.at].arrive_expecting(LowerTile::kBytes);
+      load_lower(s.sP[turn.sP.at], maps.sP, static_cast<int>(item), s.sP_filled[turn.sP.at]);
     }
   });
 }
-
-// The warps that store, by one lane each: for a warpgroup, which goes on meanwhile.
-template <int kGroups>
-struct BackStorer {
-  const GradientArgs& args;
-  const ScanBackMaps& maps;
-  typename BackBlock<kGroups>::Shared& s;
-  int group;
-
-  __device__ __forceinline__ void run(int64_t parts) const {
-    const StateTile G(s.leaving[group].G);
-    const WritesTile Y(s.leaving[group].Y);
-    const ValueTile dv(s.leaving[group].dv);
-    uint32_t parity = 0;
-    for_each_part(args.chunk, parts, Block<kGroups>::kColumns, [&](const ScanPart& part, const Walk& walk) {
-      const int column = part.column + group * kGroupColumns;
-      for (int c = walk.chunks - 1; c >= 0; --c, parity ^= 1) {
-        const int64_t chunk = walk.first_chunk + c;
-        const int slot =
-            static_cast<int>(args.chunk.window.slot_of(chunk)) * args.chunk.problem.num_value_heads + part.head;
-        s.G_ready[group].wait(parity);
-#pragma unroll
-        for (int p = 0; p < StateTile::kPanels; ++p) {
-          store_box(maps.G, {p * StateTile::kPanelColumns, column, slot}, G.panel(p));
-        }
-        commit_stores();
-        wait_stores_read<0>();
-        s.G_left[group].arrive();
-        s.Y_ready[group].wait(parity);
-        store_box(maps.Y, {0, column, slot}, Y.panel(0));
-        if (args.dv.present()) {
-          const RowsPlace at = rows_of(args.chunk, walk, c, part.head);
-          store_box(maps.dv, {column, at.head, at.missing, at.end, at.batch}, dv.panel(0));
-        }
-        commit_stores();
-        wait_stores_read<0>();
-        s.Y_left[group].arrive();
-      }
-    });
-  }
-};
 
 // A pair of 16-bit numbers of two tokens times their factors.
 template <DType kType>
@@ -168,92 +111,38 @@ __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float2 factor) {
 
 template <DType kType, int kGroups>
 struct BackGroup {
-  const GradientArgs& args;
-  const ScanBackMaps& maps;
+  const GradientColumns<kGroups>& own;
   typename BackBlock<kGroups>::Shared& s;
-  const ScanPart& part;
-  const Walk& walk;
-  int group, warp, lane;  // the warp within the warpgroup
-
-  __device__ __forceinline__ int first_column() const { return part.column + group * kGroupColumns; }
-  __device__ __forceinline__ int column() const { return first_column() + 16 * warp; }
-
-  // The thread's share of what the windows hand each other.
-  static constexpr int kStateThreads = kGroups * kGroupThreads;
-  template <class Float>
-  __device__ __forceinline__ Float* carried(Float* states) const {
-    constexpr int kColumns = Block<kGroups>::kColumns;
-    return chunk_16bit::carried_at(args.chunk, states, part, walk, kColumns, kColumns * kWidth,
-                                   static_cast<int>(threadIdx.x));
-  }
-
-  __device__ __forceinline__ void load_last_gradient(StateSums& G) const {
-    const DeltaRuleDeviceProblem& p = args.chunk.problem;
-    if (!walk.closes) {
-      chunk_16bit::take_tiles<kStateThreads>(carried(args.chunk.carried.taken), G);
-    } else if (args.d_final_state.present()) {
-      load_state<kWidth>(args.d_final_state, state_offset(args.d_final_state, part), column(), p.head_dim_k,
-                         p.head_dim_v, lane, G);
-    }
-  }
-
-  __device__ __forceinline__ void store_first_gradient(StateSums& G) const {
-    const DeltaRuleDeviceProblem& p = args.chunk.problem;
-    if (!walk.opens) {
-      chunk_16bit::give_tiles<kStateThreads>(carried(args.chunk.carried.given), G);
-    } else if (args.d_initial_state.present()) {
-      store_state<kWidth>(args.d_initial_state, state_offset(args.d_initial_state, part), column(), p.head_dim_k,
-                          p.head_dim_v, lane, G);
-    }
-  }
-
-  // What the threads of the warp wrote can be stored.
-  __device__ __forceinline__ void hand_over(TransactionBarrier& ready) const {
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) ready.arrive();
-  }
 
   // G^T of the chunk's end.
   __device__ __forceinline__ void leave_G(const Fragments<kKeySteps>& rG, uint32_t parity) const {
-    const StateTile tile(s.leaving[group].G);
-    s.Y_left[group].wait(parity ^ 1);
-#pragma unroll
-    for (int m = 0; m < kKeySteps; ++m) tile.store_a(16 * warp, m, lane, rG[m]);
-    hand_over(s.G_ready[group]);
+    s.barriers_of_leaving.Y_left[own.group].wait(parity ^ 1);
+    own.write_G(s.leaving[own.group].G, rG);
+    own.hand_over(s.barriers_of_leaving.G_ready[own.group]);
   }
 
   // Y^T = X and dv = beta Y.
   __device__ __forceinline__ void leave_Y(const float* token, const TokenSums& X, uint32_t parity) const {
-    const WritesTile Y(s.leaving[group].Y);
-    const ValueTile dv(s.leaving[group].dv);
-    s.G_left[group].wait(parity);
-#pragma unroll
-    for (int m = 0; m < kTokenSteps; ++m) {
-      uint32_t a[4];
-      pack_a<kType>(X[2 * m], X[2 * m + 1], a);
-      Y.store_a(16 * warp, m, lane, a);
-      float scaled[2][4];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) scale_tile(token_pair(token, kOnValue, 2 * m + h, lane), X[2 * m + h], scaled[h]);
-      pack_a<kType>(scaled[0], scaled[1], a);
-      dv.store_c_transposed(16 * m, warp, lane, a);
-    }
-    hand_over(s.Y_ready[group]);
+    auto& leaving = s.leaving[own.group];
+    s.barriers_of_leaving.G_left[own.group].wait(parity);
+    own.template write_Y<kType>(leaving.Y, leaving.dv, token + kOnValue * kChunkRows, X);
+    own.hand_over(s.barriers_of_leaving.Y_ready[own.group]);
   }
 
   __device__ __forceinline__ void run(BackTurn& turn) const {
+    const Walk& walk = own.walk;
+    const int group = own.group, warp = own.warp, lane = own.lane;
     StateSums G = {};
-    load_last_gradient(G);
+    own.load_last_gradient(G);
     Fragments<kKeySteps> rG;
     round_sums<kType, kKeySteps>(G, rG);
     for (int c = walk.chunks - 1; c >= 0; --c, turn.next()) {
-      auto& stage = s.stage[turn.all.stage];
+      auto& stage = s.stage[turn.all.at];
       const float* token = stage.token;
       const KeyTile k(stage.k), q(stage.q);
-      const LowerTile J(stage.J), sP(s.sP[turn.sP.stage]);
+      const LowerTile J(stage.J), sP(s.sP[turn.sP.at]);
       TokenSums X, D;
-      s.filled[turn.all.stage].wait(turn.all.parity);
+      s.filled[turn.all.at].wait(turn.all.parity);
       wgmma_fence(X, rG);
 #pragma unroll
       for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rG[m], k.along_rows(0, m), m > 0);
@@ -263,14 +152,14 @@ struct BackGroup {
       for (int m = 0; m < kTokenSteps; ++m) {
         ValueTile(stage.d_o[group]).load_c_transposed(16 * m, warp, lane, d_o[m]);
       }
-      s.sP_filled[turn.sP.stage].wait(turn.sP.parity);
+      s.sP_filled[turn.sP.at].wait(turn.sP.parity);
       wgmma_fence(D, d_o);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(D, d_o[m], sP.along_columns(0, m), m > 0);
       wgmma_commit();
       leave_G(rG, turn.parity);
       wgmma_wait<0>(X, D);
-      if (lane == 0) s.sP_free[turn.sP.stage].arrive();
+      if (lane == 0) s.sP_free[turn.sP.at].arrive();
 #pragma unroll
       for (int n = 0; n < kTokenTiles; ++n) {
         const float2 w = token_pair(token, kOnWrite, n, lane);
@@ -289,7 +178,7 @@ struct BackGroup {
           d_o[m][e] = scaled_pair<kType>(d_o[m][e], token_pair(token, kOnQueryRead, 2 * m + e / 2, lane));
         }
       }
-      const float total = s.total[turn.all.stage][0];
+      const float total = s.total[turn.all.at][0];
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) scale_tile({total, total}, G[n], G[n]);
       wgmma_fence(G, d_o);
@@ -316,9 +205,9 @@ struct BackGroup {
       wgmma_wait<0>(G);
       round_sums<kType, kKeySteps>(G, rG);
       __syncwarp();  // all lanes have read the stage
-      if (lane == 0) s.free[turn.all.stage].arrive();
+      if (lane == 0) s.free[turn.all.at].arrive();
     }
-    store_first_gradient(G);
+    own.store_first_gradient(G);
   }
 };
 
@@ -338,12 +227,7 @@ __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
       s.sP_filled[i].init(1);
       s.sP_free[i].init(Shape::kStateWarps);
     }
-    for (int i = 0; i < kGroups; ++i) {
-      s.G_ready[i].init(Shape::kStateWarps / kGroups);
-      s.G_left[i].init(1);
-      s.Y_ready[i].init(Shape::kStateWarps / kGroups);
-      s.Y_left[i].init(1);
-    }
+    s.barriers_of_leaving.init();
     fence_barrier_init();
   }
   wait_for_previous_kernels();
@@ -353,22 +237,17 @@ __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
     if constexpr (kGroups == 2) give_registers<BackBlock<kGroups>::kOtherRegisters>();
     const int role = warp - Shape::kStateWarps;
     if (role == 0 && elect_one()) bring_back_operands<kGroups>(args.chunk, maps, parts, s);
-    if (role >= 1 && role <= kGroups && elect_one()) BackStorer<kGroups>{args, maps, s, role - 1}.run(parts);
+    if (role >= 1 && role <= kGroups && elect_one()) {
+      BackStorer<kGroups, ScanBackMaps, typename BackBlock<kGroups>::Shared>{args, maps, s, role - 1}.run(parts);
+    }
   } else {
     if constexpr (kGroups == 2) take_registers<BackBlock<kGroups>::kStateRegisters>();
     BackTurn turn;
     const int group = warp / 4;
-    chunk_16bit::BlockWork& work = s.work[group];
-    for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
-      group_barrier(group);
-      if (threadIdx.x % kGroupThreads == 0) {
-        work.part = scan_part_at(args.chunk.problem, args.chunk.chunked, at, Shape::kColumns);
-        work.walk = chunk_16bit::walk_of(args.chunk, work.part);
-      }
-      group_barrier(group);
-      if (!work.walk.exists) continue;
-      BackGroup<kType, kGroups>{args, maps, s, work.part, work.walk, group, warp % 4, lane}.run(turn);
-    }
+    for_each_part_in_shared(args.chunk, parts, Shape::kColumns, group, s.work[group], [&] {
+      const GradientColumns<kGroups> own{args, s.work[group].part, s.work[group].walk, group, warp % 4, lane};
+      BackGroup<kType, kGroups>{own, s}.run(turn);
+    });
   }
 }
 

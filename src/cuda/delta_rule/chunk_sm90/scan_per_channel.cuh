@@ -27,33 +27,6 @@
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
-// Buffers that operands go through in turn, kDepth of them. `filled`: they are there. `free`: all warps of the state need
-// them no more.
-template <int kDepth>
-struct RingBarriers {
-  TransactionBarrier filled[kDepth], free[kDepth];
-
-  __device__ __forceinline__ void init(uint32_t readers) {
-    for (int i = 0; i < kDepth; ++i) {
-      filled[i].init(1);
-      free[i].init(readers);
-    }
-  }
-};
-
-// Where a block is in a ring: turns go on from part to part.
-template <int kDepth>
-struct RingTurn {
-  int at = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++at < kDepth) return;
-    at = 0;
-    parity ^= 1;
-  }
-};
-
 // A block has kGroups warpgroups of the state, and one more, of which one warp has work.
 template <int kGroups>
 struct ChannelBlock {
@@ -99,15 +72,6 @@ struct ChannelBlock {
 
 // The warp that brings the operands, by one lane
 // ------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void load_copy(const void* memory, const TensorMap& map, KeyCopy copy, int item,
-                                          TransactionBarrier& barrier) {
-  const KeyTile tile(memory);
-#pragma unroll
-  for (int p = 0; p < KeyTile::kPanels; ++p) {
-    load_box(tile.panel(p), map, {p * KeyTile::kPanelColumns, 0, copy, item}, barrier);
-  }
-}
 
 template <int kGroups>
 __device__ __forceinline__ void bring_channel_operands(const ChunkArgs& args, const ChannelScanMaps& maps,
@@ -156,11 +120,6 @@ __device__ __forceinline__ void bring_channel_operands(const ChunkArgs& args, co
 // A warpgroup of the state
 // ----------------------------------------------------------------------------------------------------------
 
-// The two numbers, one after the other, that belong to the columns of C tile n of a lane.
-__device__ __forceinline__ float2 column_pair(const float* numbers, int n, int lane) {
-  return *reinterpret_cast<const float2*>(numbers + 8 * n + 2 * (lane % 4));
-}
-
 // bD^T = beta (v^T - X), rounded.
 template <DType kType>
 __device__ __forceinline__ void correct_values(const ValueTile& values, const float* beta, int warp, int lane,
@@ -179,12 +138,6 @@ __device__ __forceinline__ void correct_values(const ValueTile& values, const fl
     }
     pack_a<kType>(D[0], D[1], bD[m]);
   }
-}
-
-// By a lane for all of its warp, whose lanes have all read the buffer.
-__device__ __forceinline__ void release(TransactionBarrier& free, int lane) {
-  __syncwarp();
-  if (lane == 0) free.arrive();
 }
 
 template <DType kType, int kGroups>

@@ -13,6 +13,9 @@ struct ChannelScanMaps {
   TensorMap J, sP;  // lower_map
 };
 
+// Of the chunks of a launch. `o` absent: only states are wanted.
+ChannelScanMaps channel_scan_maps(const DeltaRuleInputs& in, const TensorView& o, const chunk_16bit::ChunkArgs& args);
+
 size_t channel_scan_bytes();  // of shared memory in the largest block
 
 // One launch, of blocks with 64 or 128 value columns. For bf16 and fp16, a file each.

@@ -36,6 +36,33 @@ __device__ __forceinline__ void for_each_part(const ChunkArgs& args, int64_t par
   }
 }
 
+// Buffers that operands go through in turn, kDepth of them. `filled`: they are there. `free`: all warps of the state need
+// them no more.
+template <int kDepth>
+struct RingBarriers {
+  TransactionBarrier filled[kDepth], free[kDepth];
+
+  __device__ __forceinline__ void init(uint32_t readers) {
+    for (int i = 0; i < kDepth; ++i) {
+      filled[i].init(1);
+      free[i].init(readers);
+    }
+  }
+};
+
+// Where a block is in a ring: turns go on from part to part.
+template <int kDepth>
+struct RingTurn {
+  int at = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++at < kDepth) return;
+    at = 0;
+    parity ^= 1;
+  }
+};
+
 // A place of token_map, but for the column: the tokens of chunk c of a walk.
 struct RowsPlace {
   int head, missing, end, batch;
@@ -56,6 +83,16 @@ __device__ __forceinline__ void load_panels(const Tile& tile, const TensorMap& m
   }
 }
 
+// A copy of the keys with their decays. See ChannelScanMaps.
+__device__ __forceinline__ void load_copy(const void* memory, const TensorMap& map, KeyCopy copy, int item,
+                                          TransactionBarrier& barrier) {
+  const KeyTile tile(memory);
+#pragma unroll
+  for (int p = 0; p < KeyTile::kPanels; ++p) {
+    load_box(tile.panel(p), map, {p * KeyTile::kPanelColumns, 0, copy, item}, barrier);
+  }
+}
+
 // Row blocks of a lower triangular matrix. See lower_map.
 __device__ __forceinline__ void load_lower(const void* memory, const TensorMap& map, int item,
                                            TransactionBarrier& barrier) {
@@ -73,6 +110,11 @@ using StateSums = float[kKeyTiles][4];
 template <int kSteps>
 using Fragments = uint32_t[kSteps][4];
 
+// The two numbers, one after the other, that belong to the columns of C tile n of a lane.
+__device__ __forceinline__ float2 column_pair(const float* numbers, int n, int lane) {
+  return *reinterpret_cast<const float2*>(numbers + 8 * n + 2 * (lane % 4));
+}
+
 __device__ __forceinline__ void scale_tile(const float2& by, const float (&c)[4], float (&scaled)[4]) {
   scaled[0] = by.x * c[0];
   scaled[1] = by.y * c[1];
@@ -84,6 +126,12 @@ template <DType kType, int kSteps>
 __device__ __forceinline__ void round_sums(const float (&c)[2 * kSteps][4], Fragments<kSteps>& a) {
 #pragma unroll
   for (int m = 0; m < kSteps; ++m) pack_a<kType>(c[2 * m], c[2 * m + 1], a[m]);
+}
+
+// By a lane for all of its warp, whose lanes have all read the buffer.
+__device__ __forceinline__ void release(TransactionBarrier& free, int lane) {
+  __syncwarp();
+  if (lane == 0) free.arrive();
 }
 
 // A barrier among the threads of a warpgroup.

@@ -1,0 +1,25 @@
+// What the host gives the scan back of chunk_sm90 where decays are per channel.
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/delta_rule/chunk_16bit/gradient.cuh"
+#include "cuda/sm90/tensor_map.h"
+
+namespace fastweight::cuda::chunk_sm90 {
+
+struct ChannelScanBackMaps {
+  TensorMap keys;     // copies_map
+  TensorMap d_o, dv;  // token_map with boxes of 64 x 64; dv unused where nobody wants it
+  TensorMap J, sP;    // lower_map
+  TensorMap G, Y;     // rows_map
+};
+
+size_t channel_scan_back_bytes();  // of shared memory in the largest block
+
+// One launch, of blocks with 64 or 128 value columns. For bf16 and fp16, a file each.
+template <DType kType>
+void launch_channel_scan_back(const chunk_16bit::GradientArgs& args, const ChannelScanBackMaps& maps, int columns,
+                              const Context& context);
+
+}  // namespace fastweight::cuda::chunk_sm90

@@ -1,0 +1,10 @@
+#include "cuda/delta_rule/chunk_sm90/scan_back_per_channel.cuh"
+
+namespace fastweight::cuda::chunk_sm90 {
+
+size_t channel_scan_back_bytes() { return sizeof(ChannelBackBlock<2>::Shared); }
+
+template void launch_channel_scan_back<DType::kBF16>(const GradientArgs& args, const ChannelScanBackMaps& maps,
+                                                     int columns, const Context& context);
+
+}  // namespace fastweight::cuda::chunk_sm90

@@ -1,0 +1,8 @@
+#include "cuda/delta_rule/chunk_sm90/scan_back_per_channel.cuh"
+
+namespace fastweight::cuda::chunk_sm90 {
+
+template void launch_channel_scan_back<DType::kF16>(const GradientArgs& args, const ChannelScanBackMaps& maps,
+                                                    int columns, const Context& context);
+
+}  // namespace fastweight::cuda::chunk_sm90
