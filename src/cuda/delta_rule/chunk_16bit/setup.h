@@ -166,6 +166,7 @@ inline constexpr size_t kMostFactorBytes = size_t{384} << 20;
 struct ForwardScratch {
   int64_t* first_chunk;
   ChunkFactors factors;
+  uint32_t* flags;  // one for every pair of a chunk and a value head that there are factors of
   float* carried;
 };
 
@@ -176,13 +177,14 @@ ForwardScratch take_forward_scratch(ScratchLayout& layout, const Problem& proble
   scratch.first_chunk = take_first_chunks(layout, problem);
   scratch.factors =
       take_factors(layout, problem, problem.args.kept.present() ? 0 : chunks_of_window(args, windows), false);
+  scratch.flags = layout.take<uint32_t>(chunks_of_window(args, windows) * problem.sizes.num_value_heads);
   scratch.carried = take_carried(layout, problem, windows);
   return scratch;
 }
 
-// A forward: the factors of a window, then scan(args), which goes over its chunks; and the next window.
-template <class Problem, class Scan>
-void forward_in_windows(const Problem& problem, const Context& context, const Scan& scan) {
+// A forward: advance(args, flags) makes the factors of a window and goes over its chunks; then the next window.
+template <class Problem, class Advance>
+void forward_in_windows(const Problem& problem, const Context& context, const Advance& advance) {
   const auto& call = problem.args;
   ChunkArgs args = chunk_args(problem);
   args.vector_outputs = has_vectors(call.o);
@@ -208,8 +210,7 @@ void forward_in_windows(const Problem& problem, const Context& context, const Sc
   for (int64_t n = 0; n < windows.count; ++n) {
     args.window = windows.at(n);
     if (windows.count > 1) args.carried = carried_states(problem, scratch.carried, n);
-    compute_factors(problem, args, context);
-    scan(args);
+    advance(args, scratch.flags);
   }
 }
 

@@ -1,5 +1,6 @@
-// The entry chunk_sm90, forward in the chunk form on Hopper: what it takes, its tensor maps and its launches. The factors
-// are those of chunk_16bit; the scan: scan.cuh.
+// The entry chunk_sm90, forward in the chunk form on Hopper: what it takes, its tensor maps and its launches. The kernels:
+// factors.cu, scan.cuh.
+#include <algorithm>
 #include <limits>
 #include <string>
 
@@ -13,17 +14,28 @@ namespace {
 using chunk_16bit::ChunkArgs;
 using chunk_16bit::kChunkRows;
 
-// Of boxes, tokens and chunks, places are 32-bit numbers.
+// Of boxes, tokens and chunks, places are 32-bit numbers, and so are the parts of the scan.
 bool fits_places(const DeltaRuleForwardProblem& problem, int64_t num_chunks) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - kChunkRows;
-  return problem.sizes.tokens <= kMost && num_chunks * problem.sizes.num_value_heads <= kMost;
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 2 - kChunkRows;
+  const DeltaRuleSizes& sizes = problem.sizes;
+  return sizes.tokens <= kMost && std::max(num_chunks, sizes.num_sequences) * sizes.num_value_heads <= kMost;
+}
+
+// Pairs of a chunk and a value head that there are factors of.
+int64_t items_of(const ChunkArgs& args) {
+  const int64_t chunks = args.factors_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
+  return chunks * args.problem.num_value_heads;
+}
+
+void clear_flags(const ChunkArgs& args, uint32_t* flags, const Context& context) {
+  const size_t bytes = static_cast<size_t>(items_of(args)) * sizeof(uint32_t);
+  check_cuda(cudaMemsetAsync(flags, 0, bytes, stream_of(context)), "cudaMemsetAsync");
 }
 
 ScanMaps scan_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
   const auto rows = [](const TensorView& x) { return token_map(x, kChunkRows, 64, Swizzle::k128); };
   const DType dtype = call.in.k.dtype;
-  const int64_t chunks = args.factors_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
-  const int64_t items = chunks * args.problem.num_value_heads;
+  const int64_t items = items_of(args);
   return {rows(call.in.k),
           rows(call.in.q),
           rows(call.in.v),
@@ -32,11 +44,41 @@ ScanMaps scan_maps(const DeltaRuleForward& call, const ChunkArgs& args) {
           lower_map(args.factors.sP, dtype, items)};
 }
 
+int multiprocessors_of(const DeltaRuleForwardProblem& problem) {
+  return device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
+}
+
+int64_t heads_of(const DeltaRuleForwardProblem& problem) {
+  return problem.sizes.num_sequences * problem.sizes.num_value_heads;
+}
+
 // Few heads: narrow blocks, as long as each has a multiprocessor of its own.
 int columns_of(const DeltaRuleForwardProblem& problem) {
-  const int64_t heads = problem.sizes.num_sequences * problem.sizes.num_value_heads;
-  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
-  return 2 * heads <= multiprocessors ? kWidth / 2 : kWidth;
+  return 2 * heads_of(problem) <= multiprocessors_of(problem) ? kWidth / 2 : kWidth;
+}
+
+// What a multiprocessor takes for the factors of an item, in the time that a block of the scan takes for a chunk.
+constexpr double factors_of_step(int columns) { return columns == kWidth ? 1.2 : 0.7; }
+
+// Where the scan leaves multiprocessors idle, it begins when so many factors are there that the others can be made on
+// those beside it. With offsets chunks are numbered sequence after sequence, and the last one would wait for all factors.
+FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ChunkArgs& args, int columns, uint32_t* ready) {
+  constexpr int kLeastIdle = 8;
+  const DeltaRuleDeviceProblem& p = args.problem;
+  const int blocks = multiprocessors_of(problem), groups = kFactorGroups * blocks;
+  FactorOrder order;
+  order.pairs = static_cast<int>(chunk_16bit::chunks_in_window(args) * (p.num_value_heads / p.group));
+  order.first = order.pairs;
+  order.blocks = std::min((order.pairs + kFactorGroups - 1) / kFactorGroups, blocks);
+  if (p.sequences.offsets != nullptr) return order;
+  order.rows = static_cast<int>(p.sequences.count);
+  const int64_t idle = blocks - heads_of(problem) * (columns == kWidth ? 1 : 2);
+  if (idle < kLeastIdle || order.pairs < 2 * groups) return order;
+  const double beside = factors_of_step(columns) * static_cast<double>(idle) / static_cast<double>(heads_of(problem));
+  order.first = std::max(static_cast<int>((1 - beside) * order.pairs), groups);
+  order.late_blocks = static_cast<int>(idle);
+  order.ready = ready;
+  return order;
 }
 
 }  // namespace
@@ -70,7 +112,7 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   }
   const auto sequences = device_sequences(in.cu_seqlens, sizes.num_sequences, sizes.tokens);
   if (!fits_places(problem, max_chunks(sequences, problem.args.options.chunk_size))) return "too many tokens";
-  return lacks_shared_memory(scan_bytes(), in.q.device.index);
+  return lacks_shared_memory(std::max(factors_bytes(), scan_bytes()), in.q.device.index);
 }
 
 std::string config_text(const DeltaRuleForwardProblem& problem) {
@@ -80,12 +122,19 @@ std::string config_text(const DeltaRuleForwardProblem& problem) {
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
   const int columns = columns_of(problem);
-  chunk_16bit::forward_in_windows(problem, context, [&](const ChunkArgs& args) {
-    const ScanMaps maps = args.num_chunks > 0 ? scan_maps(problem.args, args) : ScanMaps{};
+  chunk_16bit::forward_in_windows(problem, context, [&](const ChunkArgs& args, uint32_t* flags) {
+    ScanMaps maps{};
+    FactorOrder order;
+    if (args.num_chunks > 0) {
+      maps = scan_maps(problem.args, args);
+      order = factor_order(problem, args, columns, flags);
+      if (order.ready != nullptr) clear_flags(args, flags, context);
+      launch_factors(args, maps, order, context);
+    }
     if (args.problem.k.dtype == DType::kBF16) {
-      launch_scan<DType::kBF16>(args, maps, columns, context);
+      launch_scan<DType::kBF16>(args, maps, columns, order.ready, context);
     } else {
-      launch_scan<DType::kF16>(args, maps, columns, context);
+      launch_scan<DType::kF16>(args, maps, columns, order.ready, context);
     }
   });
 }

@@ -55,7 +55,7 @@ struct Block {
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
   // Three warpgroups share the registers evenly at first, 168 for a thread; for two of them there are enough.
-  static constexpr int kStateRegisters = 232, kOtherRegisters = 40;
+  static constexpr int kStateRegisters = 224, kOtherRegisters = 56;
   static_assert(2 * kStateRegisters + kOtherRegisters <= 3 * 168);
 
   // The operands of a chunk.
@@ -90,21 +90,21 @@ struct Turn {
 
 // body(part, walk) for the parts of this block of which anything is to be done in the window.
 template <class Body>
-__device__ __forceinline__ void for_each_part(const ChunkArgs& args, int64_t parts, int columns, const Body& body) {
-  for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
+__device__ __forceinline__ void for_each_part(const ChunkArgs& args, int parts, int columns, const Body& body) {
+  for (int at = static_cast<int>(blockIdx.x); at < parts; at += static_cast<int>(gridDim.x)) {
     const ScanPart part = scan_part_at(args.problem, args.chunked, at, columns);
     const Walk walk = chunk_16bit::walk_of(args, part);
     if (walk.exists) body(part, walk);
   }
 }
 
-// A place of token_map, but for the column: the tokens of chunk c of a walk.
+// A place of token_map, but for the column and the head: the tokens of chunk c of a walk.
 struct RowsPlace {
-  int head, missing, end, batch;
+  int missing, end, batch;
 };
-__device__ __forceinline__ RowsPlace rows_of(const ChunkArgs& args, const Walk& walk, int c, int head) {
+__device__ __forceinline__ RowsPlace rows_of(const ChunkArgs& args, const Walk& walk, int c) {
   const int64_t C = args.chunked.chunk_size, first = c * C, tokens = min(walk.span.length - first, C);
-  return {head, kChunkRows - static_cast<int>(tokens), static_cast<int>(walk.span.begin + first + tokens),
+  return {kChunkRows - static_cast<int>(tokens), static_cast<int>(walk.span.begin + first + tokens),
           static_cast<int>(walk.span.batch)};
 }
 
@@ -113,11 +113,11 @@ __device__ __forceinline__ RowsPlace rows_of(const ChunkArgs& args, const Walk& 
 
 // Columns from `column` on to a tile.
 template <class Tile>
-__device__ __forceinline__ void load_panels(const Tile& tile, const TensorMap& map, int column, const RowsPlace& at,
-                                            TransactionBarrier& barrier) {
+__device__ __forceinline__ void load_panels(const Tile& tile, const TensorMap& map, int column, int head,
+                                            const RowsPlace& at, TransactionBarrier& barrier) {
 #pragma unroll
   for (int p = 0; p < Tile::kPanels; ++p) {
-    load_box(tile.panel(p), map, {column + p * Tile::kPanelColumns, at.head, at.missing, at.end, at.batch}, barrier);
+    load_box(tile.panel(p), map, {column + p * Tile::kPanelColumns, head, at.missing, at.end, at.batch}, barrier);
   }
 }
 
@@ -132,23 +132,32 @@ __device__ __forceinline__ void load_lower(const void* memory, const TensorMap& 
   }
 }
 
+// Until the factors of an item can be copied, where flags tell.
+__device__ __forceinline__ void wait_for_factors(const uint32_t* ready, int64_t item) {
+  if (ready == nullptr) return;
+  while (!is_published(ready + item)) {
+  }
+  fence_async_proxy_of_global();
+}
+
 template <int kGroups>
-__device__ __forceinline__ void bring_operands(const ChunkArgs& args, const ScanMaps& maps, int64_t parts,
-                                               typename Block<kGroups>::Shared& s) {
+__device__ __forceinline__ void bring_operands(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready,
+                                               int parts, typename Block<kGroups>::Shared& s) {
   Turn turn;
   for_each_part(args, parts, Block<kGroups>::kColumns, [&](const ScanPart& part, const Walk& walk) {
     for (int c = 0; c < walk.chunks; ++c, turn.next()) {
       const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
-      const RowsPlace keys = rows_of(args, walk, c, part.key_head), values = rows_of(args, walk, c, part.head);
+      const RowsPlace rows = rows_of(args, walk, c);
       auto& stage = s.stage[turn.stage];
       TransactionBarrier& filled = s.filled[turn.stage];
+      wait_for_factors(ready, item);
       s.free[turn.stage].wait(turn.parity ^ 1);
       filled.arrive_expecting(Block<kGroups>::kStageBytes);
-      load_panels(KeyTile(stage.k), maps.k, 0, keys, filled);
-      load_panels(KeyTile(stage.q), maps.q, 0, keys, filled);
+      load_panels(KeyTile(stage.k), maps.k, 0, part.key_head, rows, filled);
+      load_panels(KeyTile(stage.q), maps.q, 0, part.key_head, rows, filled);
 #pragma unroll
       for (int i = 0; i < kGroups; ++i) {
-        load_panels(ValueTile(stage.v[i]), maps.v, part.column + i * kGroupColumns, values, filled);
+        load_panels(ValueTile(stage.v[i]), maps.v, part.column + i * kGroupColumns, part.head, rows, filled);
       }
       load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows,
                  sizeof(stage.token), filled);
@@ -260,8 +269,8 @@ struct StateGroup {
     fence_async_proxy();
     group_barrier(group);
     if (leader) {
-      const RowsPlace at = rows_of(args, walk, c, part.head);
-      store_box(maps.o, {first_column(), at.head, at.missing, at.end, at.batch}, tile.panel(0));
+      const RowsPlace at = rows_of(args, walk, c);
+      store_box(maps.o, {first_column(), part.head, at.missing, at.end, at.batch}, tile.panel(0));
       commit_stores();
     }
   }
@@ -372,7 +381,8 @@ struct StateGroup {
 // A block per part; a smaller grid goes round.
 template <DType kType, int kGroups>
 __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
-    scan_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, int64_t parts) {
+    scan_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, const uint32_t* ready,
+                int parts) {
   using Shape = Block<kGroups>;
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
@@ -382,12 +392,13 @@ __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
     }
     fence_barrier_init();
   }
-  wait_for_previous_kernels();
+  // Beside the factors: their blocks have waited for all kernels before them when this one begins.
+  if (ready == nullptr) wait_for_previous_kernels();
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
     if constexpr (kGroups == 2) give_registers<Shape::kOtherRegisters>();
-    if (warp == Shape::kStateWarps && elect_one()) bring_operands<kGroups>(args, maps, parts, s);
+    if (warp == Shape::kStateWarps && elect_one()) bring_operands<kGroups>(args, maps, ready, parts, s);
   } else {
     if constexpr (kGroups == 2) take_registers<Shape::kStateRegisters>();
     const bool leader = threadIdx.x % kGroupThreads == 0;
@@ -397,26 +408,28 @@ __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
     });
     if (leader) wait_stores_read<0>();
   }
+  wait_for_previous_kernels();
 }
 
 template <DType kType, int kGroups>
-void launch_scan(const ChunkArgs& args, const ScanMaps& maps, const Context& context) {
+void launch_scan(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready, const Context& context) {
   using Shape = Block<kGroups>;
   const DeltaRuleDeviceProblem& p = args.problem;
   const int64_t ranges = (p.head_dim_v + Shape::kColumns - 1) / Shape::kColumns;
-  const int64_t parts = p.sequences.count * p.num_value_heads * ranges;
+  const auto parts = static_cast<int>(p.sequences.count * p.num_value_heads * ranges);
   launch<scan_kernel<kType, kGroups>>(
       "delta_rule chunk_sm90 scan", context,
-      {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},
-      args, maps, parts);
+      {static_cast<unsigned>(std::min(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},
+      args, maps, ready, parts);
 }
 
 }  // namespace
 
 template <DType kType>
-void launch_scan(const ChunkArgs& args, const ScanMaps& maps, int columns, const Context& context) {
-  columns == Block<1>::kColumns ? launch_scan<kType, 1>(args, maps, context)
-                                : launch_scan<kType, 2>(args, maps, context);
+void launch_scan(const ChunkArgs& args, const ScanMaps& maps, int columns, const uint32_t* ready,
+                 const Context& context) {
+  columns == Block<1>::kColumns ? launch_scan<kType, 1>(args, maps, ready, context)
+                                : launch_scan<kType, 2>(args, maps, ready, context);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -1,4 +1,4 @@
-// What the host gives the scan of chunk_sm90.
+// What the host gives the kernels of chunk_sm90.
 #pragma once
 
 #include <cstddef>
@@ -23,10 +23,31 @@ struct ScanMaps {
 //     {64 - 16 (block + 1), block, 16 block, item}      rows [16 block, +16): columns below 16 (block + 1), then zeros
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items);
 
-size_t scan_bytes();  // of shared memory in the widest block
+inline constexpr int kFactorGroups = 4;  // warpgroups in a block of the factors, each with pairs of its own
 
-// One launch, of blocks with 64 or 128 value columns. For bf16 and fp16, a file each.
+// In which order the factors are made of the pairs of a chunk of the window and a key head, and by whom.
+struct FactorOrder {
+  int pairs = 0;
+  int rows = 1;         // of the batch, whose chunks take turns
+  int blocks = 0;       // one for a multiprocessor
+  int first = 0;        // pairs that all blocks share; the others are left to
+  int late_blocks = 0;  // so many, the first ones
+  uint32_t* ready =
+      nullptr;  // flags of the items, set when their factors can be read; absent: the scan begins after all
+};
+
+// Of shared memory in a block, the widest.
+size_t factors_bytes();
+size_t scan_bytes();
+
+// The factors of all items, pairs of a chunk of the window and a value head, in one launch.
+void launch_factors(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, const FactorOrder& order,
+                    const Context& context);
+
+// One launch, of blocks with 64 or 128 value columns. With flags it begins beside the factors. For bf16 and fp16, a file
+// each.
 template <DType kType>
-void launch_scan(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, int columns, const Context& context);
+void launch_scan(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, int columns, const uint32_t* ready,
+                 const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90
