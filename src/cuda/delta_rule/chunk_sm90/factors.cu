@@ -36,9 +36,9 @@ using Gram = float[kTiles][4];  // rows of x k^T of a warp, as C tiles
 
 // A chunk and a key head.
 struct Pair {
-  int64_t factors;  // where those of the key head's first value head are
-  int64_t begin;
-  int batch, length;  // tokens of the chunk; none: there is no such pair
+  int number;                // in the order of all
+  int item;                  // of the key head's first value head
+  int batch, begin, length;  // tokens of the chunk; none: there is no such pair
   int key_head;
 };
 
@@ -51,13 +51,14 @@ struct Tokens {
 struct alignas(1024) GroupShared {
   unsigned char k[KeyTile::kBytes], q[KeyTile::kBytes];
   float4 A[kTiles / 2 * 3][kWarpSize];               // C tiles below the diagonal blocks, each for its own thread
-  float diagonal[2 * TransposedBlock::kPairFloats];  // blocks of A, then of J
-  float below[TransposedBlock::kPairFloats];         // J_10 and J_32
-  float product[2 * TransposedBlock::kPairFloats];   // Z X^-1: those of 16 rows in blocks 0 and 2, then all four of 32
+  float diagonal[4 * TransposedBlock::kFloats];  // blocks of A, then of J
+  float below[2 * TransposedBlock::kFloats];     // J_10 and J_32
+  float product[4 * TransposedBlock::kFloats];   // Z X^-1: those of 16 rows in blocks 0 and 2, then all four of 32
   Tokens tokens[2];                                  // of this value head and of the next
   float rstd_k[kChunkRows];
   float squares_q[2][kChunkRows];  // sums over a panel each
   Pair pair[2];                    // this one and the next
+  int written;                     // the last item, of which the scan is to be told; -1: none
   TransactionBarrier filled;
 };
 
@@ -117,23 +118,35 @@ struct FactorGroup {
     return block < order.late_blocks ? order.first + group * order.late_blocks + block : order.pairs;
   }
 
+  // The chunk at a position of a row of the window. With offsets there is one row, and maybe no such chunk.
+  __device__ __forceinline__ void find_chunk(int row, int position, Pair& pair) const {
+    const int C = static_cast<int>(args.chunked.chunk_size), in_row = static_cast<int>(args.window.begin) + position;
+    const int chunk = row * static_cast<int>(args.window.row) + in_row;
+    pair.item = args.factors_of_window ? row * static_cast<int>(args.window.width()) + position : chunk;
+    pair.batch = row;
+    if (args.chunked.first_chunk == nullptr) {
+      pair.begin = in_row * C;
+      pair.length = min(static_cast<int>(args.problem.sequences.tokens) - pair.begin, C);
+    } else {
+      const ChunkSpan span = chunk_at(args.chunked, chunk);
+      pair.begin = static_cast<int>(span.begin);
+      pair.length = static_cast<int>(span.length);
+    }
+  }
+
   // Pair number n, and its q and k on their way; by one thread. Chunks come in the order in which the scan needs them: the
   // first ones of all rows, then the next ones.
   __device__ __forceinline__ void begin_pair(int n, Pair& pair) const {
+    pair.number = n;
     pair.length = 0;
     if (n >= order.pairs) return;
     const int heads = args.problem.num_value_heads / args.problem.group, turn = n / heads, position = turn / order.rows;
-    const int64_t slot = (turn - position * order.rows) * args.window.width() + position;
-    const int64_t chunk = args.window.chunk_in(slot);
-    const ChunkSpan span = chunk_at(args.chunked, chunk);
-    if (span.sequence < 0) return;  // chunks are numbered without gaps: none follows
+    find_chunk(turn - position * order.rows, position, pair);
+    if (pair.length == 0) return;  // chunks are numbered without gaps: none follows
     pair.key_head = n - turn * heads;
-    pair.factors = args.factors_at(chunk) + pair.key_head * args.problem.group;
-    pair.begin = span.begin;
-    pair.batch = static_cast<int>(span.batch);
-    pair.length = static_cast<int>(span.length);
+    pair.item = pair.item * args.problem.num_value_heads + pair.key_head * args.problem.group;
     s.filled.arrive_expecting(2 * KeyTile::kBytes);
-    const int missing = kChunkRows - pair.length, end = static_cast<int>(pair.begin) + pair.length;
+    const int missing = kChunkRows - pair.length, end = pair.begin + pair.length;
     const KeyTile k(s.k), q(s.q);
 #pragma unroll
     for (int p = 0; p < KeyTile::kPanels; ++p) {
@@ -230,7 +243,6 @@ struct FactorGroup {
     for (int m = 0; m < kTiles / 2; ++m) {
       if (m > warp) continue;
       float P[2][4];
-      const TransposedBlock diagonal(s.diagonal, warp);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int n = 2 * m + half, j = 8 * n + pair;
@@ -239,35 +251,42 @@ struct FactorGroup {
         float A[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int h = e / 2, above = j + e % 2 - (row + 8 * h);  // the diagonal, if positive
-          const float decay = exp2_approx(gamma[h] - (e % 2 == 0 ? from.x : from.y)) * (e % 2 == 0 ? on_j.x : on_j.y);
-          A[e] = above < 0 ? on_A[h] * decay * kk[n][e] : 0.0f;
-          P[half][e] = above <= 0 ? on_P[h] * decay * qk[n][e] : 0.0f;
+          const int h = e / 2;
+          const float decay =
+              exp2_approx(gamma[h] - (e % 2 == 0 ? from.x : from.y)) * (e % 2 == 0 ? on_j.x : on_j.y);
+          A[e] = on_A[h] * decay * kk[n][e];
+          P[half][e] = on_P[h] * decay * qk[n][e];
         }
         if (m < warp) {
           tile_of_A(n) = make_float4(A[0], A[1], A[2], A[3]);
-        } else {
-          diagonal.store(half, lane, A);
+          continue;
         }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int above = j + e % 2 - (row + 8 * (e / 2));  // the diagonal, if positive
+          if (above >= 0) A[e] = 0;
+          if (above > 0) P[half][e] = 0;
+        }
+        TransposedBlock(s.diagonal, warp).store(half, lane, A);
       }
       store_block<kType>(P, lane, sP + 16 * warp * kChunkRows + 16 * m);
     }
   }
 
   // By warps 0 and 2, one row in a thread.
-  __device__ __forceinline__ void store_token_factors(const Tokens& tokens, int64_t item) const {
+  __device__ __forceinline__ void store_token_factors(const Tokens& tokens, int item) const {
     const int i = lane + warp / 2 * kWarpSize;
     const ChunkFactors& factors = args.factors;
-    float* token = factors.token + item * chunk_16bit::kTokenFactors<false> * kChunkRows + i;
+    float* token = factors.token + int64_t{item} * chunk_16bit::kTokenFactors<false> * kChunkRows + i;
     const float gamma = tokens.gamma[i], last = tokens.gamma[kChunkRows - 1];
     const float read = exp2_approx(gamma), of_q = rstd_q(i), of_k = s.rstd_k[i];
     token[kOnKeyRead * kChunkRows] = read * of_k;
     token[kOnQueryRead * kChunkRows] = args.problem.scale * read * of_q;
     token[kOnWrite * kChunkRows] = exp2_approx(last - gamma) * of_k;
     token[kOnValue * kChunkRows] = tokens.beta[i];
-    if (i < 4) factors.total[item * 4 + i] = exp2_approx(last);
+    if (i < 4) factors.total[int64_t{item} * 4 + i] = exp2_approx(last);
     if (factors.row == nullptr) return;
-    float* row = factors.row + item * chunk_16bit::kRowNumbers * kChunkRows + i;
+    float* row = factors.row + int64_t{item} * chunk_16bit::kRowNumbers * kChunkRows + i;
     row[chunk_16bit::kGamma * kChunkRows] = gamma;
     row[chunk_16bit::kRstdOfQ * kChunkRows] = of_q;
     row[chunk_16bit::kRstdOfK * kChunkRows] = of_k;
@@ -351,28 +370,28 @@ struct FactorGroup {
     return {args, maps, order, s, group, warp, opaque_below<kWarpSize>(lane)};
   }
 
-  // All warps have written the factors of an item and met at a barrier since.
-  __device__ __forceinline__ void tell_scan(int64_t item) const {
-    if (order.ready != nullptr && item >= 0 && thread() == 0) publish(order.ready + item);
+  // By one thread: all warps have written the factors of an item and met at a barrier since.
+  __device__ __forceinline__ void tell_scan() const {
+    if (order.ready != nullptr && s.written >= 0) publish(order.ready + s.written);
   }
 
-  // The factors of the value heads of one pair; n is the next one. The tokens of the first head are there, and `turn` tells
-  // where. `written` is the last item that has been written.
-  __device__ __forceinline__ void run_pair(const Pair& pair, int n, Pair& following, uint32_t parity, int& turn,
-                                           int64_t& written) const {
+  // The factors of the value heads of one pair. The tokens of the first head are there, and `turn` tells where.
+  __device__ __forceinline__ void run_pair(const Pair& pair, Pair& following, uint32_t parity, int& turn) const {
     const int heads = args.problem.group;
     Gram kk, qk;
     opaque().multiply_keys(parity, kk, qk);
 #pragma unroll 1
     for (int h = 0; h < heads; ++h, turn ^= 1) {
       const Tokens& tokens = s.tokens[turn];
-      const int64_t item = pair.factors + h;
-      uint16_t* J = args.factors.J + item * kChunkRows * kChunkRows;
+      const int item = pair.item + h;
+      uint16_t* J = args.factors.J + int64_t{item} * kChunkRows * kChunkRows;
       barrier();  // tokens and norms are there, and all have left the head before
-      tell_scan(written);
-      written = item;
-      if (h == 0 && thread() == 0) begin_pair(n, following);
-      opaque().apply_decays(tokens, kk, qk, args.factors.sP + item * kChunkRows * kChunkRows);
+      if (thread() == 0) {
+        tell_scan();
+        s.written = item;
+        if (h == 0) begin_pair(pair_after(pair.number), following);
+      }
+      opaque().apply_decays(tokens, kk, qk, args.factors.sP + int64_t{item} * kChunkRows * kChunkRows);
       opaque().invert_diagonal(J);
       barrier();  // the diagonal blocks of J, and the next pair
       if (warp % 2 == 1) {
@@ -390,22 +409,21 @@ struct FactorGroup {
   }
 
   __device__ __forceinline__ void run() const {
-    int n = group * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x), turn = 0;
-    if (n >= order.first) n = pair_after(n - kGroups * static_cast<int>(gridDim.x));
-    int64_t written = -1;
+    const int blocks = static_cast<int>(gridDim.x), n = group * blocks + static_cast<int>(blockIdx.x);
     if (thread() == 0) {
+      s.written = -1;
       s.filled.init(1);
       fence_barrier_init();
-      begin_pair(n, s.pair[0]);
+      begin_pair(n < order.first ? n : pair_after(n - kGroups * blocks), s.pair[0]);
     }
     barrier();
     if (warp % 2 == 0) load_tokens(s.pair[0], 0, s.tokens[0]);
+    int turn = 0;
     for (uint32_t parity = 0; s.pair[parity].length > 0; parity ^= 1) {
-      n = pair_after(n);
-      run_pair(s.pair[parity], n, s.pair[parity ^ 1], parity, turn, written);
+      run_pair(s.pair[parity], s.pair[parity ^ 1], parity, turn);
     }
     barrier();
-    tell_scan(written);
+    if (thread() == 0) tell_scan();
   }
 };
 

@@ -58,12 +58,11 @@ int columns_of(const DeltaRuleForwardProblem& problem) {
 }
 
 // What a multiprocessor takes for the factors of an item, in the time that a block of the scan takes for a chunk.
-constexpr double factors_of_step(int columns) { return columns == kWidth ? 1.2 : 0.7; }
+constexpr double factors_of_step(int columns) { return columns == kWidth ? 1.0 : 0.5; }
 
 // Where the scan leaves multiprocessors idle, it begins when so many factors are there that the others can be made on
 // those beside it. With offsets chunks are numbered sequence after sequence, and the last one would wait for all factors.
 FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ChunkArgs& args, int columns, uint32_t* ready) {
-  constexpr int kLeastIdle = 8;
   const DeltaRuleDeviceProblem& p = args.problem;
   const int blocks = multiprocessors_of(problem), groups = kFactorGroups * blocks;
   FactorOrder order;
@@ -73,7 +72,7 @@ FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ChunkArgs
   if (p.sequences.offsets != nullptr) return order;
   order.rows = static_cast<int>(p.sequences.count);
   const int64_t idle = blocks - heads_of(problem) * (columns == kWidth ? 1 : 2);
-  if (idle < kLeastIdle || order.pairs < 2 * groups) return order;
+  if (16 * idle < blocks || order.pairs < 2 * groups) return order;
   const double beside = factors_of_step(columns) * static_cast<double>(idle) / static_cast<double>(heads_of(problem));
   order.first = std::max(static_cast<int>((1 - beside) * order.pairs), groups);
   order.late_blocks = static_cast<int>(idle);

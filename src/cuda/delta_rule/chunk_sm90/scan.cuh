@@ -1,11 +1,11 @@
 // The scan over the chunks of a sequence on Hopper, for one decay per head or none and K, V <= 128. See ../chunk.cuh for
-// the equations; the factors are those of chunk_16bit.
+// the equations; the factors: factors.cu.
 //
 // A block has 128 value columns of one (sequence, value head) or, where that leaves multiprocessors idle, 64. As in
-// chunk_16bit the value side is transposed: S^T [columns x K] stays in the registers of two warpgroups, or one, 64 columns
-// each, as the fp32 sums of the product that advances it and, rounded, as the left operand of those that read it. Right
-// operands lie in shared memory, where one more warp brings them by TMA, three chunks ahead at most. A state warpgroup
-// goes through a chunk with five groups of products:
+// chunk_16bit the value side is transposed: S^T [columns x K] stays in the registers of a warpgroup, 64 columns each, as
+// the fp32 sums of the product that advances it and, rounded, as the left operand of those that read it. Right operands
+// lie in shared memory, where one more warp brings them by TMA, three chunks ahead at most. With 128 columns two
+// warpgroups go through a chunk with five groups of products:
 //
 //     X = S^T k^T                    while it runs, o of the chunk before leaves
 //     O = S^T q^T
@@ -13,10 +13,13 @@
 //     S = S + (w R)^T k              R^T = X, rounded
 //     O = scale e O + R^T sP^T       while it runs, S is rounded for the next chunk
 //
+// With 64 columns there are few heads, and what counts is how long a chunk takes: one warpgroup does the three products
+// that the next chunk waits for, and hands S^T and R^T, rounded, through shared memory to another, which makes O.
+//
 // Rows beyond the tokens of a chunk are zeros in k, q and v, whatever lies behind them in memory (token_map), and so are
 // the blocks of J and sP above their diagonals (lower_map), which nobody wrote.
 //
-// A column's sums do not depend on other columns: how many of them a block has changes no bit.
+// A column's sums do not depend on other columns, nor on who makes them: how many columns a block has changes no bit.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +40,7 @@ using chunk_16bit::ChunkArgs;
 using chunk_16bit::kChunkRows;
 using chunk_16bit::Walk;
 
-constexpr int kGroupThreads = 128, kGroupColumns = 64;
+constexpr int kGroupThreads = 128, kGroupWarps = 4, kGroupColumns = 64;
 constexpr int kTokenSteps = kChunkRows / 16, kKeySteps = kWidth / 16;
 constexpr int kTokenTiles = kChunkRows / 8, kKeyTiles = kWidth / 8;
 constexpr int kTokenFactors = chunk_16bit::kTokenFactors<false>;
@@ -45,18 +48,21 @@ constexpr int kTokenFactors = chunk_16bit::kTokenFactors<false>;
 using KeyTile = PanelTile<kChunkRows, kWidth>;           // k and q
 using LowerTile = PanelTile<kChunkRows, kChunkRows>;     // J and sP
 using ValueTile = PanelTile<kChunkRows, kGroupColumns>;  // a warpgroup's columns of v and o
+using StateTile = PanelTile<kGroupColumns, kWidth>;      // S^T
+using WriteTile = PanelTile<kGroupColumns, kChunkRows>;  // R^T
 constexpr int kLowerBytes = LowerTile::kRowBytes * 16;   // of a row of blocks
 constexpr uint32_t kTotalBytes = 4 * sizeof(float);
 
-// A block has kGroups warpgroups of the state, and one more, of which one warp has work.
+// A block has two warpgroups that multiply and one more, of which one warp has work. kGroups of the two have the state.
 template <int kGroups>
 struct Block {
-  static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
-  static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
+  static_assert(kGroups == 1 || kGroups == 2);
+  static constexpr int kWarps = 2 * kGroupThreads / kWarpSize;  // that multiply
+  static constexpr int kThreads = 3 * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
   // Three warpgroups share the registers evenly at first, 168 for a thread; for two of them there are enough.
-  static constexpr int kStateRegisters = 224, kOtherRegisters = 56;
-  static_assert(2 * kStateRegisters + kOtherRegisters <= 3 * 168);
+  static constexpr int kWorkRegisters = 224, kOtherRegisters = 56;
+  static_assert(2 * kWorkRegisters + kOtherRegisters <= 3 * 168);
 
   // The operands of a chunk.
   struct alignas(1024) Stage {
@@ -67,10 +73,19 @@ struct Block {
   static constexpr uint32_t kStageBytes =
       2 * KeyTile::kBytes + kGroups * ValueTile::kBytes + 2 * LowerTile::kBytes + sizeof(Stage::token) + kTotalBytes;
 
-  // `filled`: the operands of a chunk are there. `free`: all warps of the state need them no more.
+  // What one warpgroup hands to the other, if it does; `there` and `taken` are phases of every chunk.
+  template <class Tile>
+  struct alignas(1024) Handed {
+    unsigned char tile[kGroups == 1 ? Tile::kBytes : 1024];
+    TransactionBarrier there, taken;
+  };
+
+  // `filled`: the operands of a chunk are there. `free`: all warps that multiply need them no more.
   struct alignas(1024) Shared {
     Stage stage[kStages];
     unsigned char o[kGroups][ValueTile::kBytes];
+    Handed<StateTile> S;
+    Handed<WriteTile> R;
     float total[kStages][4];
     TransactionBarrier filled[kStages], free[kStages];
   };
@@ -80,8 +95,10 @@ struct Block {
 struct Turn {
   int stage = 0;
   uint32_t parity = 0;
+  uint32_t odd = 0;  // the number of the chunk
 
   __device__ __forceinline__ void next() {
+    odd ^= 1;
     if (++stage < kStages) return;
     stage = 0;
     parity ^= 1;
@@ -195,41 +212,45 @@ __device__ __forceinline__ void round_sums(const float (&c)[2 * kSteps][4], Frag
   for (int m = 0; m < kSteps; ++m) pack_a<kType>(c[2 * m], c[2 * m + 1], a[m]);
 }
 
-// bD^T = beta (v^T - e X), rounded.
-template <DType kType>
-__device__ __forceinline__ void correct(const ValueTile& values, const float* token, int warp, int lane,
-                                        const TokenSums& X, Fragments<kTokenSteps>& bD) {
+// What bD^T = beta (v^T - e X) is made of beside X.
+struct Values {
+  Fragments<kTokenSteps> v;
+  float2 on_x[kTokenTiles], beta[kTokenTiles];
+
+  __device__ __forceinline__ void load(int m, const ValueTile& values, const float* token, int warp, int lane) {
+    values.load_c_transposed(16 * m, warp, lane, v[m]);
 #pragma unroll
-  for (int m = 0; m < kTokenSteps; ++m) {
-    uint32_t v[4];
-    values.load_c_transposed(16 * m, warp, lane, v);
+    for (int n = 2 * m; n < 2 * m + 2; ++n) {
+      on_x[n] = token_pair(token, kOnKeyRead, n, lane);
+      beta[n] = token_pair(token, kOnValue, n, lane);
+    }
+  }
+
+  // Tokens [16 m, 16 m + 16) of bD^T, rounded.
+  template <DType kType>
+  __device__ __forceinline__ void correct(int m, const TokenSums& X, uint32_t (&bD)[4]) const {
     float D[2][4];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int n = 2 * m + h;
-      const float2 on_x = token_pair(token, kOnKeyRead, n, lane), beta = token_pair(token, kOnValue, n, lane);
-      const float2 low = unpack<kType>(v[2 * h]), high = unpack<kType>(v[2 * h + 1]);
-      D[h][0] = beta.x * fmaf(-on_x.x, X[n][0], low.x);
-      D[h][1] = beta.y * fmaf(-on_x.y, X[n][1], low.y);
-      D[h][2] = beta.x * fmaf(-on_x.x, X[n][2], high.x);
-      D[h][3] = beta.y * fmaf(-on_x.y, X[n][3], high.y);
+      const float2 low = unpack<kType>(v[m][2 * h]), high = unpack<kType>(v[m][2 * h + 1]);
+      D[h][0] = beta[n].x * fmaf(-on_x[n].x, X[n][0], low.x);
+      D[h][1] = beta[n].y * fmaf(-on_x[n].y, X[n][1], low.y);
+      D[h][2] = beta[n].x * fmaf(-on_x[n].x, X[n][2], high.x);
+      D[h][3] = beta[n].y * fmaf(-on_x[n].y, X[n][3], high.y);
     }
-    pack_a<kType>(D[0], D[1], bD[m]);
+    pack_a<kType>(D[0], D[1], bD);
   }
-}
+};
 
-// R^T = X and w R^T, rounded.
+// Tokens [16 m, 16 m + 16) of w R^T, rounded.
 template <DType kType>
-__device__ __forceinline__ void round_writes(const float* token, int lane, const TokenSums& X,
-                                             Fragments<kTokenSteps>& R, Fragments<kTokenSteps>& wR) {
-  round_sums<kType, kTokenSteps>(X, R);
+__device__ __forceinline__ void round_write(int m, const float* token, int lane, const TokenSums& X,
+                                            uint32_t (&wR)[4]) {
+  float scaled[2][4];
 #pragma unroll
-  for (int m = 0; m < kTokenSteps; ++m) {
-    float scaled[2][4];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) scale_tile(token_pair(token, kOnWrite, 2 * m + h, lane), X[2 * m + h], scaled[h]);
-    pack_a<kType>(scaled[0], scaled[1], wR[m]);
-  }
+  for (int h = 0; h < 2; ++h) scale_tile(token_pair(token, kOnWrite, 2 * m + h, lane), X[2 * m + h], scaled[h]);
+  pack_a<kType>(scaled[0], scaled[1], wR);
 }
 
 // A barrier among the threads of a warpgroup.
@@ -237,8 +258,9 @@ __device__ __forceinline__ void group_barrier(int group) {
   group == 0 ? named_barrier<1>(kGroupThreads) : named_barrier<2>(kGroupThreads);
 }
 
+// A warpgroup that multiplies.
 template <DType kType, int kGroups>
-struct StateGroup {
+struct WorkGroup {
   const ChunkArgs& args;
   const ScanMaps& maps;
   typename Block<kGroups>::Shared& s;
@@ -247,7 +269,9 @@ struct StateGroup {
   int group, warp, lane;  // the warp within the warpgroup
   bool leader;            // the thread that stores o
 
-  __device__ __forceinline__ int first_column() const { return part.column + group * kGroupColumns; }
+  // Which 64 columns of the block.
+  __device__ __forceinline__ int range() const { return kGroups == 2 ? group : 0; }
+  __device__ __forceinline__ int first_column() const { return part.column + range() * kGroupColumns; }
   __device__ __forceinline__ int column() const { return first_column() + 16 * warp; }
 
   // The thread's share of the states between windows.
@@ -261,7 +285,7 @@ struct StateGroup {
 
   // o^T through shared memory to the rows of a chunk. The tile is free when the store before has read it.
   __device__ __forceinline__ void store_outputs(const Fragments<kTokenSteps>& o, int c) const {
-    const ValueTile tile(s.o[group]);
+    const ValueTile tile(s.o[range()]);
     if (leader) wait_stores_read<0>();
     group_barrier(group);
 #pragma unroll
@@ -315,8 +339,22 @@ struct StateGroup {
     }
   }
 
-  // One part. S and O of a chunk are handed to the next one rounded: ptxas lets no sums pass from one turn of the loop to
-  // the next beside a product on its way.
+  __device__ __forceinline__ void save_chunk_state(int c, const Fragments<kKeySteps>& rS, StateSums& S) const {
+    if (args.state_width > 0) {
+      save_rounded_state(c, rS);
+    } else if (args.chunk_states.present()) {
+      save_state(c, false, S);
+    }
+  }
+
+  // The warp has done what a barrier counts by warps.
+  __device__ __forceinline__ void arrive(TransactionBarrier& barrier) const {
+    __syncwarp();
+    if (lane == 0) barrier.arrive();
+  }
+
+  // One part, with 128 columns. S and O of a chunk are handed to the next one rounded: ptxas lets no sums pass from one
+  // turn of the loop to the next beside a product on its way.
   __device__ __forceinline__ void run(Turn& turn) const {
     StateSums S = {};
     load_first_state(S);
@@ -324,11 +362,7 @@ struct StateGroup {
     round_sums<kType, kKeySteps>(S, rS);
     Fragments<kTokenSteps> rO;
     for (int c = 0; c < walk.chunks; ++c, turn.next()) {
-      if (args.state_width > 0) {
-        save_rounded_state(c, rS);
-      } else if (args.chunk_states.present()) {
-        save_state(c, false, S);
-      }
+      save_chunk_state(c, rS, S);
       auto& stage = s.stage[turn.stage];
       const float* token = stage.token;
       const KeyTile k(stage.k), q(stage.q);
@@ -346,22 +380,26 @@ struct StateGroup {
       wgmma_commit();
       wgmma_wait<1>(X);
       Fragments<kTokenSteps> bD, R, wR;
-      correct<kType>(ValueTile(stage.v[group]), token, warp, lane, X, bD);
+      Values values;
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) {
+        values.load(m, ValueTile(stage.v[range()]), token, warp, lane);
+        values.template correct<kType>(m, X, bD[m]);
+      }
       wgmma_fence(X, bD);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
       wgmma_commit();
-      const float total = s.total[turn.stage][0];
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) scale_tile({total, total}, S[n], S[n]);
+      scale_state(turn, S);
       wgmma_wait<0>(X, O);
-      round_writes<kType>(token, lane, X, R, wR);
+      round_sums<kType, kTokenSteps>(X, R);
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) round_write<kType>(m, token, lane, X, wR[m]);
       wgmma_fence(S, wR);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kWidth>(S, wR[m], k.along_columns(0, m));
       wgmma_commit();
-#pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) scale_tile(token_pair(token, kOnQueryRead, n, lane), O[n], O[n]);
+      scale_outputs(token, O);
       wgmma_fence(O, R);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
@@ -370,11 +408,114 @@ struct StateGroup {
       round_sums<kType, kKeySteps>(S, rS);
       wgmma_wait<0>(O);
       round_sums<kType, kTokenSteps>(O, rO);
-      __syncwarp();  // all lanes have read the stage
-      if (lane == 0) s.free[turn.stage].arrive();
+      arrive(s.free[turn.stage]);
     }
     if (walk.chunks > 0) store_outputs(rO, walk.chunks - 1);
     save_state(walk.chunks, true, S);
+  }
+
+  __device__ __forceinline__ void scale_state(const Turn& turn, StateSums& S) const {
+    const float total = s.total[turn.stage][0];
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) scale_tile({total, total}, S[n], S[n]);
+  }
+  __device__ __forceinline__ void scale_outputs(const float* token, TokenSums& O) const {
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) scale_tile(token_pair(token, kOnQueryRead, n, lane), O[n], O[n]);
+  }
+
+  // The warp's rows of S^T or R^T, to the warpgroup that makes O.
+  template <class Tile, int kSteps>
+  __device__ __forceinline__ void hand(typename Block<kGroups>::template Handed<Tile>& handed, const Turn& turn,
+                                       const Fragments<kSteps>& rows) const {
+    const Tile tile(handed.tile);
+    handed.taken.wait(turn.odd ^ 1);
+#pragma unroll
+    for (int m = 0; m < kSteps; ++m) tile.store_a(16 * warp, m, lane, rows[m]);
+    fence_async_proxy();
+    arrive(handed.there);
+  }
+
+  // One part, with 64 columns: the products of the state. A product begins with the first 16 tokens of its left operand,
+  // while the next ones are rounded.
+  __device__ __forceinline__ void run_state(Turn& turn) const {
+    StateSums S = {};
+    load_first_state(S);
+    Fragments<kKeySteps> rS;
+    round_sums<kType, kKeySteps>(S, rS);
+    for (int c = 0; c < walk.chunks; ++c, turn.next()) {
+      save_chunk_state(c, rS, S);
+      auto& stage = s.stage[turn.stage];
+      const float* token = stage.token;
+      const KeyTile k(stage.k);
+      const LowerTile J(stage.J);
+      TokenSums X, Y;
+      s.filled[turn.stage].wait(turn.parity);
+      wgmma_fence(X, rS);
+#pragma unroll
+      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
+      wgmma_commit();
+      hand(s.S, turn, rS);
+      Values values;
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) values.load(m, ValueTile(stage.v[0]), token, warp, lane);
+      wgmma_wait<0>(X);
+      Fragments<kTokenSteps> bD, R, wR;
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) {
+        values.template correct<kType>(m, X, bD[m]);
+        wgmma_fence(bD[m]);
+        wgmma<kType, kChunkRows>(Y, bD[m], J.along_rows(0, m), m > 0);
+      }
+      wgmma_commit();
+      scale_state(turn, S);
+      wgmma_wait<0>(Y);
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) {
+        round_write<kType>(m, token, lane, Y, wR[m]);
+        m == 0 ? wgmma_fence(S, wR[m]) : wgmma_fence(wR[m]);
+        wgmma<kType, kWidth>(S, wR[m], k.along_columns(0, m));
+      }
+      wgmma_commit();
+      round_sums<kType, kTokenSteps>(Y, R);
+      hand(s.R, turn, R);
+      wgmma_wait<0>(S);
+      round_sums<kType, kKeySteps>(S, rS);
+      arrive(s.free[turn.stage]);
+    }
+    save_state(walk.chunks, true, S);
+  }
+
+  // The same part: its outputs.
+  __device__ __forceinline__ void run_outputs(Turn& turn) const {
+    for (int c = 0; c < walk.chunks; ++c, turn.next()) {
+      auto& stage = s.stage[turn.stage];
+      const KeyTile q(stage.q);
+      const LowerTile sP(stage.sP);
+      const StateTile S(s.S.tile);
+      const WriteTile R(s.R.tile);
+      TokenSums O;
+      s.filled[turn.stage].wait(turn.parity);
+      s.S.there.wait(turn.odd);
+      wgmma_fence(O);
+#pragma unroll
+      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(O, S.along_rows(0, m), q.along_rows(0, m), m > 0);
+      wgmma_commit();
+      wgmma_wait<0>(O);
+      arrive(s.S.taken);
+      scale_outputs(stage.token, O);
+      s.R.there.wait(turn.odd);
+      wgmma_fence(O);
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R.along_rows(0, m), sP.along_rows(0, m));
+      wgmma_commit();
+      wgmma_wait<0>(O);
+      arrive(s.R.taken);
+      arrive(s.free[turn.stage]);
+      Fragments<kTokenSteps> rO;
+      round_sums<kType, kTokenSteps>(O, rO);
+      store_outputs(rO, c);
+    }
   }
 };
 
@@ -388,23 +529,29 @@ __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       s.filled[i].init(1);
-      s.free[i].init(Shape::kStateWarps);
+      s.free[i].init(Shape::kWarps);
     }
+    for (TransactionBarrier* barrier : {&s.S.there, &s.S.taken, &s.R.there, &s.R.taken}) barrier->init(kGroupWarps);
     fence_barrier_init();
   }
   // Beside the factors: their blocks have waited for all kernels before them when this one begins.
   if (ready == nullptr) wait_for_previous_kernels();
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  if (warp >= Shape::kStateWarps) {
-    if constexpr (kGroups == 2) give_registers<Shape::kOtherRegisters>();
-    if (warp == Shape::kStateWarps && elect_one()) bring_operands<kGroups>(args, maps, ready, parts, s);
+  if (warp >= Shape::kWarps) {
+    give_registers<Shape::kOtherRegisters>();
+    if (warp == Shape::kWarps && elect_one()) bring_operands<kGroups>(args, maps, ready, parts, s);
   } else {
-    if constexpr (kGroups == 2) take_registers<Shape::kStateRegisters>();
+    take_registers<Shape::kWorkRegisters>();
     const bool leader = threadIdx.x % kGroupThreads == 0;
     Turn turn;
     for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
-      StateGroup<kType, kGroups>{args, maps, s, part, walk, warp / 4, warp % 4, lane, leader}.run(turn);
+      const WorkGroup<kType, kGroups> work{args, maps, s, part, walk, warp / 4, warp % 4, lane, leader};
+      if constexpr (kGroups == 2) {
+        work.run(turn);
+      } else {
+        warp < kGroupWarps ? work.run_state(turn) : work.run_outputs(turn);
+      }
     });
     if (leader) wait_stores_read<0>();
   }
