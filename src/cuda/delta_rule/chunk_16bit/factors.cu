@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 6) factors_kernel(const __grid_const
     load_keys<kThreads, kK>(args, p.k, span, key_head, {s.k});
     load_keys<kThreads, kK>(args, p.q, span, key_head, {s.q});
     commit_copies();
-    if (warp == 0) sum_gates(p, span, head, lane, s.gamma);
+    if (warp == 0) sum_gates(p, load_gates(p, span, head, lane), span.length, head, lane, s.gamma);
     if (threadIdx.x >= kThreads - kChunkRows) {
       const int row = threadIdx.x - (kThreads - kChunkRows);
       s.beta[row] = chunk_beta(p, span, head, row);

@@ -57,24 +57,30 @@ int columns_of(const DeltaRuleForwardProblem& problem) {
   return 2 * heads_of(problem) <= multiprocessors_of(problem) ? kWidth / 2 : kWidth;
 }
 
-// What a multiprocessor takes for the factors of an item, in the time that a block of the scan takes for a chunk.
-constexpr double factors_of_step(int columns) { return columns == kWidth ? 1.0 : 0.5; }
+// How many items' factors a multiprocessor makes in the time that a block of the scan takes for a chunk.
+constexpr double factors_of_step(int columns) { return columns == kWidth ? 1.0 : 0.6; }
+
+// Who keeps the factors keeps sP among them; blocks of 64 columns would make it twice.
+bool leaves_sP_to_scan(const DeltaRuleForwardProblem& problem) {
+  return columns_of(problem) == kWidth && !problem.args.kept.present();
+}
 
 // Where the scan leaves multiprocessors idle, it begins when so many factors are there that the others can be made on
 // those beside it. With offsets chunks are numbered sequence after sequence, and the last one would wait for all factors.
-FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ChunkArgs& args, int columns, uint32_t* ready) {
+FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ChunkArgs& args, uint32_t* ready) {
   const DeltaRuleDeviceProblem& p = args.problem;
-  const int blocks = multiprocessors_of(problem), groups = kFactorGroups * blocks;
   FactorOrder order;
+  order.with_sP = !leaves_sP_to_scan(problem);
   order.pairs = static_cast<int>(chunk_16bit::chunks_in_window(args) * (p.num_value_heads / p.group));
   order.first = order.pairs;
-  order.blocks = std::min((order.pairs + kFactorGroups - 1) / kFactorGroups, blocks);
+  const int blocks = multiprocessors_of(problem), groups = factor_groups(order.with_sP), columns = columns_of(problem);
+  order.blocks = std::min((order.pairs + groups - 1) / groups, blocks);
   if (p.sequences.offsets != nullptr) return order;
   order.rows = static_cast<int>(p.sequences.count);
   const int64_t idle = blocks - heads_of(problem) * (columns == kWidth ? 1 : 2);
-  if (16 * idle < blocks || order.pairs < 2 * groups) return order;
+  if (16 * idle < blocks || order.pairs < 2 * groups * blocks) return order;
   const double beside = factors_of_step(columns) * static_cast<double>(idle) / static_cast<double>(heads_of(problem));
-  order.first = std::max(static_cast<int>((1 - beside) * order.pairs), groups);
+  order.first = std::max(static_cast<int>((1 - beside) * order.pairs), groups * blocks);
   order.late_blocks = static_cast<int>(idle);
   order.ready = ready;
   return order;
@@ -111,7 +117,7 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   }
   const auto sequences = device_sequences(in.cu_seqlens, sizes.num_sequences, sizes.tokens);
   if (!fits_places(problem, max_chunks(sequences, problem.args.options.chunk_size))) return "too many tokens";
-  return lacks_shared_memory(std::max(factors_bytes(), scan_bytes()), in.q.device.index);
+  return lacks_shared_memory(std::max({factors_bytes(true), factors_bytes(false), scan_bytes()}), in.q.device.index);
 }
 
 std::string config_text(const DeltaRuleForwardProblem& problem) {
@@ -121,19 +127,20 @@ std::string config_text(const DeltaRuleForwardProblem& problem) {
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
   const int columns = columns_of(problem);
-  chunk_16bit::forward_in_windows(problem, context, [&](const ChunkArgs& args, uint32_t* flags) {
+  const bool row_numbers = leaves_sP_to_scan(problem);
+  chunk_16bit::forward_in_windows(problem, context, row_numbers, [&](const ChunkArgs& args, uint32_t* flags) {
     ScanMaps maps{};
     FactorOrder order;
     if (args.num_chunks > 0) {
       maps = scan_maps(problem.args, args);
-      order = factor_order(problem, args, columns, flags);
+      order = factor_order(problem, args, flags);
       if (order.ready != nullptr) clear_flags(args, flags, context);
       launch_factors(args, maps, order, context);
     }
     if (args.problem.k.dtype == DType::kBF16) {
-      launch_scan<DType::kBF16>(args, maps, columns, order.ready, context);
+      launch_scan<DType::kBF16>(args, maps, columns, order, context);
     } else {
-      launch_scan<DType::kF16>(args, maps, columns, order.ready, context);
+      launch_scan<DType::kF16>(args, maps, columns, order, context);
     }
   });
 }

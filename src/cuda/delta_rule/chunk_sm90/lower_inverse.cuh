@@ -27,9 +27,16 @@ struct TransposedBlock {
   __device__ __forceinline__ float4& vec4(int i, int j) const { return *reinterpret_cast<float4*>(&at(i, j)); }
 
   // C tiles of a warp: the block's columns [8 n, 8 n + 8).
+  __device__ __forceinline__ float& at_tile(int n, int lane, int e) const {
+    return at(lane / 4 + e / 2 * 8, 8 * n + 2 * (lane % 4) + e % 2);
+  }
   __device__ __forceinline__ void store(int n, int lane, const float (&c)[4]) const {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) at(lane / 4 + e / 2 * 8, 8 * n + 2 * (lane % 4) + e % 2) = c[e];
+    for (int e = 0; e < 4; ++e) at_tile(n, lane, e) = c[e];
+  }
+  __device__ __forceinline__ void load(int n, int lane, float (&c)[4]) const {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) c[e] = at_tile(n, lane, e);
   }
 };
 
@@ -40,8 +47,7 @@ __device__ __forceinline__ void load_left(const TransposedBlock& block, int lane
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     float c[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) c[e] = block.at(lane / 4 + e / 2 * 8, 8 * m + 2 * (lane % 4) + e % 2);
+    block.load(m, lane, c);
     left[m] = split_tile(c);
   }
 }

@@ -23,10 +23,12 @@ struct ScanMaps {
 //     {64 - 16 (block + 1), block, 16 block, item}      rows [16 block, +16): columns below 16 (block + 1), then zeros
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items);
 
-inline constexpr int kFactorGroups = 4;  // warpgroups in a block of the factors, each with pairs of its own
+// Warpgroups in a block of the factors, each with pairs of its own.
+constexpr int factor_groups(bool with_sP) { return with_sP ? 4 : 6; }
 
 // In which order the factors are made of the pairs of a chunk of the window and a key head, and by whom.
 struct FactorOrder {
+  bool with_sP = true;  // else the scan makes it, and q is not read
   int pairs = 0;
   int rows = 1;         // of the batch, whose chunks take turns
   int blocks = 0;       // one for a multiprocessor
@@ -37,17 +39,17 @@ struct FactorOrder {
 };
 
 // Of shared memory in a block, the widest.
-size_t factors_bytes();
+size_t factors_bytes(bool with_sP);
 size_t scan_bytes();
 
 // The factors of all items, pairs of a chunk of the window and a value head, in one launch.
 void launch_factors(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, const FactorOrder& order,
                     const Context& context);
 
-// One launch, of blocks with 64 or 128 value columns. With flags it begins beside the factors. For bf16 and fp16, a file
-// each.
+// One launch, of blocks with 64 or 128 value columns, with the factors that were made in this order. For bf16 and fp16, a
+// file each.
 template <DType kType>
-void launch_scan(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, int columns, const uint32_t* ready,
+void launch_scan(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
                  const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90
