@@ -94,7 +94,7 @@ struct FactorGroup {
   __device__ __forceinline__ FactorSteps<kType> steps() const {
     return FactorSteps<kType>{args.problem, s.scratch, warp, lane}.anew();
   }
-  __device__ __forceinline__ bool is_first_thread() const { return warp == 0 && lane == 0; }
+  __device__ __forceinline__ bool is_chosen() const { return warp == 0 && elect_one(); }
   __device__ __forceinline__ void barrier() const { group_barrier(group); }
 
   // Which pair this warpgroup takes after number n.
@@ -191,7 +191,7 @@ struct FactorGroup {
       const Pair& following = more ? pair : next;
       chunk_16bit::RawGates raw;
       if (warp % 2 == 0) raw = load_tokens(following, more ? h + 1 : 0);
-      if (is_first_thread()) {
+      if (is_chosen()) {
         tell_scan();
         s.written = item;
         if (h == 0) {
@@ -217,7 +217,7 @@ struct FactorGroup {
 
   __device__ __forceinline__ void run() const {
     const int blocks = static_cast<int>(gridDim.x), n = group * blocks + static_cast<int>(blockIdx.x);
-    if (is_first_thread()) {
+    if (is_chosen()) {
       s.written = -1;
       s.filled.init(1);
       fence_barrier_init();
@@ -230,7 +230,7 @@ struct FactorGroup {
     int turn = 0, at = 0;
     for (uint32_t parity = 0; s.pair[at].length > 0; parity ^= 1, at = (at + 1) % 3) run_pair(at, parity, turn);
     barrier();
-    if (is_first_thread()) tell_scan();
+    if (is_chosen()) tell_scan();
   }
 };
 

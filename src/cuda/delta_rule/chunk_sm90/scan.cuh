@@ -154,35 +154,40 @@ __device__ __forceinline__ void wait_for_factors(const uint32_t* ready, int64_t 
   fence_async_proxy_of_global();
 }
 
-// The operands of chunk c of a walk to the ring.
+// The operands of chunk c to the ring, a share of them by one thread of each of three warps: to start all copies takes one
+// thread as long as a chunk takes the others. The first announces them all.
 template <class Shape>
-__device__ __forceinline__ void bring_chunk(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready,
-                                            typename Shape::Shared& s, int c, Turn& turn) {
+__device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready,
+                                            typename Shape::Shared& s, int share, int c, Turn& turn) {
   const auto& [part, walk] = s.work;
   const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
   const RowsPlace rows = rows_of(args, walk, c);
-  auto& stage = s.stage[turn.stage];
-  TransactionBarrier& filled = s.filled[turn.stage];
+  const int at = turn.stage;
+  auto& stage = s.stage[at];
+  TransactionBarrier& filled = s.filled[at];
   wait_for_factors(ready, item);
-  s.free[turn.stage].wait(turn.parity ^ 1);
-  filled.arrive_expecting(Shape::kStageBytes);
-  load_panels(KeyTile(stage.k), maps.k, 0, part.key_head, rows, filled);
-  load_panels(KeyTile(stage.q), maps.q, 0, part.key_head, rows, filled);
-#pragma unroll
-  for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
-    load_panels(ValueTile(stage.v[i]), maps.v, part.column + i * kGroupColumns, part.head, rows, filled);
-  }
-  load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows, sizeof(stage.token),
-             filled);
-  load_bytes(shared_address(s.total[turn.stage]), args.factors.total + item * 4, kTotalBytes, filled);
-  load_lower(stage.J, maps.J, static_cast<int>(item), filled);
-  if constexpr (Shape::kHasScores) {
-    load_bytes(shared_address(stage.row), args.factors.row + item * kRowNumbers * kChunkRows, sizeof(stage.row),
-               filled);
-  } else {
-    load_lower(stage.sP, maps.sP, static_cast<int>(item), filled);
-  }
+  s.free[at].wait(turn.parity ^ 1);
   turn.next();
+  if (share == 0) {
+    filled.arrive_expecting(Shape::kStageBytes);
+    load_panels(KeyTile(stage.k), maps.k, 0, part.key_head, rows, filled);
+    load_panels(KeyTile(stage.q), maps.q, 0, part.key_head, rows, filled);
+  } else if (share == 1) {
+#pragma unroll
+    for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
+      load_panels(ValueTile(stage.v[i]), maps.v, part.column + i * kGroupColumns, part.head, rows, filled);
+    }
+    load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows, sizeof(stage.token),
+               filled);
+    load_bytes(shared_address(s.total[at]), args.factors.total + item * 4, kTotalBytes, filled);
+    if constexpr (Shape::kHasScores) {
+      load_bytes(shared_address(stage.row), args.factors.row + item * kRowNumbers * kChunkRows, sizeof(stage.row),
+                 filled);
+    }
+  } else {
+    load_lower(stage.J, maps.J, static_cast<int>(item), filled);
+    if constexpr (!Shape::kHasScores) load_lower(stage.sP, maps.sP, static_cast<int>(item), filled);
+  }
 }
 
 // The outputs of chunk c from shared memory to its rows.
@@ -226,14 +231,23 @@ struct ServiceGroup {
   typename Shape::Shared& s;
   int warp, lane;  // within the warpgroup
 
-  __device__ __forceinline__ void bring(int c, Turn& turn) const { bring_chunk<Shape>(args, maps, ready, s, c, turn); }
+  // Warps 0 to 2 bring, one lane each; one of the last warp stores.
+  static constexpr int kShares = 3;
+  __device__ __forceinline__ void bring(int c, Turn& turn) const {
+    bring_share<Shape>(args, maps, ready, s, warp, c, turn);
+  }
   __device__ __forceinline__ void store(int c, Turn& turn) const { store_output<Shape>(args, maps, s, c, turn); }
 
-  // Where nothing is made: one warp brings, one stores.
+  // Where nothing is made.
   __device__ __forceinline__ void serve() const {
-    if (lane != 0 || warp > 1) return;
+    if (!elect_one()) return;
+    const int chunks = s.work.walk.chunks;
     Turn turn;
-    for (int c = 0; c < s.work.walk.chunks; ++c) warp == 0 ? bring(c, turn) : store(c, turn);
+    if (warp < kShares) {
+      for (int c = 0; c < chunks; ++c) bring(c, turn);
+    } else {
+      for (int c = 0; c < chunks; ++c) store(c, turn);
+    }
   }
 
   // Blocks above the diagonals of sP, once.
@@ -267,11 +281,12 @@ struct ServiceGroup {
   // With sP. The operands of chunk c + 2 take the place of chunk c - 1.
   __device__ __forceinline__ void serve_with_scores() const {
     constexpr int kAhead = kStages - 1;
-    const bool brings = warp == 0 && lane == 0, stores = warp == 1 && lane == 0;
     const int chunks = s.work.walk.chunks;
+    const bool chosen = elect_one(), brings = chosen && warp < kShares, stores = chosen && warp == kShares;
     Turn turn, brought;
     clear_scores();
     for (int c = 0; brings && c < min(chunks, kAhead); ++c) bring(c, brought);
+    __syncwarp();
     for (int c = 0; c < chunks; ++c, turn.next()) {
       make_scores(turn);
       if (brings && c + kAhead < chunks) bring(c + kAhead, brought);
