@@ -5,7 +5,7 @@
 //     multiply_keys      k k^T and q k^T by wgmma into registers; the norms of k are the diagonal of the former
 //     -- apply_decays    A and sP, whose decays are the same; then invert_diagonal, of the warp's own block
 //     -- merge_16        by warps 1 and 3; the numbers of the tokens, of this item and of the next, by warps 0 and 2
-//     -- multiply_Z      by warps 2 and 3
+//     -- multiply_Z
 //     -- merge_32
 //
 // sP may be left to the scan (ScoreSteps), which reads q anyway. The bits do not depend on who runs the steps.
@@ -39,7 +39,7 @@ struct Tokens {
 using QuerySquares = float[2][kChunkRows];
 
 struct alignas(16) FactorScratch {
-  float4 A[kTokenTiles / 2 * 3][kWarpSize];      // C tiles below the diagonal blocks, each for its own thread
+  float4 A[kTokenTiles / 2 * 3][kWarpSize];      // C tiles below the diagonal blocks, a number for every lane
   float diagonal[4 * TransposedBlock::kFloats];  // blocks of A, then of J
   float below[2 * TransposedBlock::kFloats];     // J_10 and J_32
   float product[4 * TransposedBlock::kFloats];   // Z X^-1: those of 16 rows in blocks 0 and 2, then all four of 32
@@ -183,13 +183,13 @@ struct FactorSteps {
     }
   }
 
-  // Tile n of the warp's rows of A, below its diagonal block.
-  __device__ __forceinline__ float4& tile_of_A(int n) const { return s.A[warp * (warp - 1) + n][lane]; }
+  // Tile n of 16 rows of A, below their diagonal block.
+  __device__ __forceinline__ float4& tile_of_A(int rows, int n) const { return s.A[rows * (rows - 1) + n][lane]; }
 
-  __device__ __forceinline__ void load_A(int first, LeftBlock& left) const {
+  __device__ __forceinline__ void load_A(int i, int j, LeftBlock& left) const {
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      const float4 x = tile_of_A(first + m);
+      const float4 x = tile_of_A(i, 2 * j + m);
       const float c[4] = {x.x, x.y, x.z, x.w};
       left[m] = split_tile(c);
     }
@@ -219,7 +219,7 @@ struct FactorSteps {
         decay.apply(on_A, kk[n], A);
         if (kWithP) decay.apply(on_P, qk[n], P[half]);
         if (m < warp) {
-          tile_of_A(n) = make_float4(A[0], A[1], A[2], A[3]);
+          tile_of_A(warp, n) = make_float4(A[0], A[1], A[2], A[3]);
         } else {
           clear_above<false>(half, lane, A);
           if (kWithP) clear_above<true>(half, lane, P[half]);
@@ -247,7 +247,7 @@ struct FactorSteps {
   __device__ __forceinline__ void merge_16(const Results& results) const {
     const TransposedBlock product(s.product, warp - 1);
     LeftBlock left;
-    load_A(2 * (warp - 1), left);
+    load_A(warp, warp - 1, left);
     BlockSum sum;
     multiply(sum, left, s.block_of_J(warp - 1, warp - 1), lane);
     float c[2][4];
@@ -264,23 +264,20 @@ struct FactorSteps {
     results.J(warp, warp - 1, c);
   }
 
-  // Row `warp` of Z X^-1, by warps 2 and 3.
+  // The four blocks of Z X^-1, one by each warp.
   __device__ __forceinline__ void multiply_Z() const {
-    const auto store = [&](const BlockSum& sum, int j) {
-      float c[2][4];
-      totals<1>(sum, c);
+    const int i = 2 + warp % 2, j = warp < 2 ? 1 : 0;
+    BlockSum sum;
+#pragma unroll 1
+    for (int b = j; b < 2; ++b) {
+      LeftBlock left;
+      load_A(i, b, left);
+      multiply(sum, left, s.block_of_J(b, j), lane);
+    }
+    float c[2][4];
+    totals<1>(sum, c);
 #pragma unroll
-      for (int n = 0; n < 2; ++n) TransposedBlock(s.product, 2 * (warp - 2) + j).store(n, lane, c[n]);
-    };
-    LeftBlock left;
-    BlockSum first, second;
-    load_A(0, left);
-    multiply(first, left, s.block_of_J(0, 0), lane);
-    load_A(2, left);
-    multiply(first, left, s.block_of_J(1, 0), lane);
-    store(first, 0);
-    multiply(second, left, s.block_of_J(1, 1), lane);
-    store(second, 1);
+    for (int n = 0; n < 2; ++n) TransposedBlock(s.product, 2 * (i - 2) + j).store(n, lane, c[n]);
   }
 
   // J_30, J_31, J_20 and J_21, by the four warps.
@@ -288,6 +285,7 @@ struct FactorSteps {
   __device__ __forceinline__ void merge_32(const Results& results) const {
     const int i = 3 - warp / 2, j = warp % 2;
     BlockSum sum;
+#pragma unroll 1
     for (int b = 2; b <= i; ++b) {
       LeftBlock left;
       load_left(s.block_of_J(i, b), lane, left);

@@ -185,7 +185,8 @@ struct FactorGroup {
       const Tokens& tokens = s.scratch.tokens[turn];
       const int item = pair.item + h;
       const GlobalResults<kType> results{args.factors.J + int64_t{item} * kChunkRows * kChunkRows,
-                                         args.factors.sP + int64_t{item} * kChunkRows * kChunkRows, lane};
+                                         args.factors.sP + int64_t{item} * kChunkRows * kChunkRows,
+                                         opaque_below<kWarpSize>(lane)};
       barrier();  // tokens and norms are there, and all have left the head before
       const bool more = h + 1 < heads;
       const Pair& following = more ? pair : next;
@@ -209,7 +210,7 @@ struct FactorGroup {
         finish_tokens(raw, following, more ? h + 1 : 0, s.scratch.tokens[turn ^ 1]);
       }
       barrier();
-      if (warp >= 2) steps().multiply_Z();
+      steps().multiply_Z();
       barrier();
       steps().merge_32(results);
     }
