@@ -36,8 +36,7 @@ struct TransactionBarrier {
 
 inline void fence_barrier_init() {}
 inline void fence_async_proxy() {}
-inline bool is_set(const uint32_t* flag) { return __atomic_load_n(flag, __ATOMIC_RELAXED) != 0; }
-inline void see_published() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
+inline void fence_async_proxy_of_global() {}
 
 inline bool elect_one() {
   emulator::together(

@@ -70,15 +70,10 @@ __device__ __forceinline__ void fence_barrier_init() {
 // after a barrier with this thread. Also before TMA loads over memory that this thread has read or written so.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Whether a flag is seen that `publish` has set (common/instructions.cuh). Many may be looked at at once; what was written
-// before those that are set can be read, by this thread and by the copies that it starts, after see_published().
-__device__ __forceinline__ bool is_set(const uint32_t* flag) {
-  uint32_t value;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag));
-  return value != 0;
-}
-__device__ __forceinline__ void see_published() {
-  asm volatile("fence.acq_rel.gpu;\n\tfence.proxy.async.global;" ::: "memory");
+// What was written to global memory with ordinary stores, and has become visible to this thread, can be read by the copies
+// that it starts from here on.
+__device__ __forceinline__ void fence_async_proxy_of_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // True for one lane of the warp, all of whose lanes call it: the same one at every call.

@@ -146,38 +146,26 @@ __device__ __forceinline__ void load_lower(const void* memory, const TensorMap& 
   }
 }
 
-// Until the factors of chunk c, whose item this is, can be copied, where flags tell. Looks at those of some more chunks:
-// it takes long, and `known` chunks need no more of it.
-__device__ __forceinline__ void wait_for_factors(const ChunkArgs& args, const uint32_t* ready, int64_t item, int c,
-                                                 int chunks, int& known) {
-  constexpr int kAtOnce = 8;
-  if (ready == nullptr || c < known) return;
-  while (known == c) {
-    bool there[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      there[i] = c + i < chunks && is_set(ready + item + i * args.problem.num_value_heads);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (there[i] && known == c + i) ++known;
-    }
+// Until the factors of an item can be copied, where flags tell.
+__device__ __forceinline__ void wait_for_factors(const uint32_t* ready, int64_t item) {
+  if (ready == nullptr) return;
+  while (!is_published(ready + item)) {
   }
-  see_published();
+  fence_async_proxy_of_global();
 }
 
 // The operands of chunk c to the ring, a share of them by one thread of each of three warps: to start all copies takes one
 // thread as long as a chunk takes the others. The first announces them all.
 template <class Shape>
 __device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready,
-                                            typename Shape::Shared& s, int share, int c, Turn& turn, int& known) {
+                                            typename Shape::Shared& s, int share, int c, Turn& turn) {
   const auto& [part, walk] = s.work;
   const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
   const RowsPlace rows = rows_of(args, walk, c);
   const int at = turn.stage;
   auto& stage = s.stage[at];
   TransactionBarrier& filled = s.filled[at];
-  if (share > 0) wait_for_factors(args, ready, item, c, walk.chunks, known);
+  if (share > 0) wait_for_factors(ready, item);
   s.free[at].wait(turn.parity ^ 1);
   turn.next();
   if (share == 0) {
@@ -245,8 +233,8 @@ struct ServiceGroup {
 
   // Warps 0 to 2 bring, one lane each; one of the last warp stores.
   static constexpr int kShares = 3;
-  __device__ __forceinline__ void bring(int c, Turn& turn, int& known) const {
-    bring_share<Shape>(args, maps, ready, s, warp, c, turn, known);
+  __device__ __forceinline__ void bring(int c, Turn& turn) const {
+    bring_share<Shape>(args, maps, ready, s, warp, c, turn);
   }
   __device__ __forceinline__ void store(int c, Turn& turn) const { store_output<Shape>(args, maps, s, c, turn); }
 
@@ -256,8 +244,7 @@ struct ServiceGroup {
     const int chunks = s.work.walk.chunks;
     Turn turn;
     if (warp < kShares) {
-      int known = 0;
-      for (int c = 0; c < chunks; ++c) bring(c, turn, known);
+      for (int c = 0; c < chunks; ++c) bring(c, turn);
     } else {
       for (int c = 0; c < chunks; ++c) store(c, turn);
     }
@@ -297,13 +284,12 @@ struct ServiceGroup {
     const int chunks = s.work.walk.chunks;
     const bool chosen = elect_one(), brings = chosen && warp < kShares, stores = chosen && warp == kShares;
     Turn turn, brought;
-    int known = 0;
     clear_scores();
-    for (int c = 0; brings && c < min(chunks, kAhead); ++c) bring(c, brought, known);
+    for (int c = 0; brings && c < min(chunks, kAhead); ++c) bring(c, brought);
     __syncwarp();
     for (int c = 0; c < chunks; ++c, turn.next()) {
       make_scores(turn);
-      if (brings && c + kAhead < chunks) bring(c + kAhead, brought, known);
+      if (brings && c + kAhead < chunks) bring(c + kAhead, brought);
       if (stores && c > 0) store(c - 1, turn);
       __syncwarp();
     }
