@@ -144,12 +144,14 @@ struct FactorGroup {
     }
   }
 
-  // Of value head h of a pair's key head, by warps 0 and 2.
+  // Of value head h of a pair's key head, if there is such a pair, by warps 0 and 2.
   __device__ __forceinline__ chunk_16bit::RawGates load_tokens(const Pair& pair, int h) const {
+    if (pair.length == 0) return {};
     return steps().load_tokens({0, pair.batch, pair.begin, pair.length, 0}, pair.key_head * args.problem.group + h);
   }
   __device__ __forceinline__ void finish_tokens(const chunk_16bit::RawGates& raw, const Pair& pair, int h,
                                                 Tokens& tokens) const {
+    if (pair.length == 0) return;
     steps().finish_tokens(raw, pair.length, pair.key_head * args.problem.group + h, tokens);
   }
 

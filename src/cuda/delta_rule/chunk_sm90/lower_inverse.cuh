@@ -7,7 +7,7 @@
 // goes up from 8 rows to 64: up to 16 within a warp in fp32, then in split products (common/split.cuh).
 #pragma once
 
-#include "cuda/common/split.cuh"
+#include "cuda/common/unit_lower.cuh"
 #include "cuda/common/warp.cuh"
 
 namespace fastweight::cuda::chunk_sm90 {
@@ -39,9 +39,6 @@ struct TransposedBlock {
     for (int e = 0; e < 4; ++e) c[e] = at_tile(n, lane, e);
   }
 };
-
-using LeftBlock = SplitTile[2];
-using BlockSum = SplitSum[2];
 
 __device__ __forceinline__ void load_left(const TransposedBlock& block, int lane, LeftBlock& left) {
 #pragma unroll
