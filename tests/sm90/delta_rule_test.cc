@@ -95,7 +95,9 @@ TEST(Sm90DeltaRuleForward, GroupsNormsAndRawGates) {
 // Long enough that factors are made beside the scan on a device of a few multiprocessors: of several heads, and of several
 // rows.
 TEST(Sm90DeltaRuleForward, FactorsBesideTheScan) {
-  expect_as_reference(draw(with_heads(wide(Gate::kPerHead, 64 * 17 + 1), 3, 1), 21));
+  DeltaRuleSpec spec = with_heads(wide(Gate::kPerHead, 64 * 17 + 1), 3, 1);
+  spec.options.qk_l2norm = spec.options.gate_in_kernel = spec.options.beta_sigmoid = true;
+  expect_as_reference(draw(spec, 21));
   expect_as_reference(draw(with_batch(wide(Gate::kNone, 64 * 17), 3), 22));
 }
 
