@@ -34,8 +34,8 @@ struct FactorOrder {
   int blocks = 0;       // one for a multiprocessor
   int first = 0;        // pairs that all blocks share; the others are left to
   int late_blocks = 0;  // so many, the first ones
-  uint32_t* ready =
-      nullptr;  // flags of the items, set when their factors can be read; absent: the scan begins after all
+  // Flags of the items, set when their factors can be read. Absent: the scan begins when all are there.
+  uint32_t* ready = nullptr;
 };
 
 // Of shared memory in a block, the widest.
