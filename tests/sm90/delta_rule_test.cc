@@ -94,6 +94,15 @@ TEST_P(Sm90Decays, GroupsNormsAndRawGates) {
   expect_as_reference(draw(spec, 7));
 }
 
+// Long enough that factors are made beside the scan on a device of a few multiprocessors: of several heads, and of several
+// rows.
+TEST(Sm90DeltaRuleForward, FactorsBesideTheScan) {
+  DeltaRuleSpec spec = with_heads(wide(Gate::kPerHead, 64 * 17 + 1), 3, 1);
+  spec.options.qk_l2norm = spec.options.gate_in_kernel = spec.options.beta_sigmoid = true;
+  expect_as_reference(draw(spec, 21));
+  expect_as_reference(draw(with_batch(wide(Gate::kNone, 64 * 17), 3), 22));
+}
+
 // A sequence alone, and the same between others whose tokens are NaNs: the same bits.
 TEST_P(Sm90Decays, NothingOfTheNextSequence) {
   const std::vector<int64_t> lengths{40, 70, 30};

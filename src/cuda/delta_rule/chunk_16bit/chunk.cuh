@@ -24,7 +24,7 @@ struct ChunkFactors {
   float* token = nullptr;    // [chunks][HV][token_factors][64]: per head by TokenFactor; per channel kOnValue alone
   float* total = nullptr;    // [chunks][HV][total_width]: e_n, per channel or once
   uint16_t* keys = nullptr;  // per channel [chunks][HV][3][64][padded K], by KeyCopy
-  float* row = nullptr;      // for a backward [chunks][HV][3][64], by RowNumber; else absent
+  float* row = nullptr;      // [chunks][HV][3][64], by RowNumber, for a backward or a scan that makes sP; else absent
   int total_width = 4;       // padded K per channel, else 4 of which the first counts
 };
 

@@ -4,6 +4,7 @@
 // and three numbers per token. Each warp makes 16 rows of A and sP, only the blocks on and below the diagonal.
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
+#include "cuda/delta_rule/chunk_16bit/gate_sums.cuh"
 
 namespace fastweight::cuda::chunk_16bit {
 namespace {
@@ -34,31 +35,6 @@ struct Shared {
   __device__ __forceinline__ float rstd_reader(int row) const { return rstd_k[row]; }
   __device__ __forceinline__ float rstd_writer(int row) const { return rstd_k[row]; }
 };
-
-// Running sums of the log2 decays of a chunk by one warp, two neighbouring tokens per lane.
-__device__ __forceinline__ void sum_gates(const DeltaRuleDeviceProblem& p, const ChunkSpan& span, int head, int lane,
-                                          float* gamma) {
-  float g[2] = {0, 0};
-  if (p.gate != Gate::kNone) {
-    const float rate = p.gate_in_kernel ? gate_rate(p, head) : 0.0f;
-    const float bias = p.gate_in_kernel ? gate_bias(p, head, 0) : 0.0f;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = 2 * lane + i;
-      if (row >= span.length) continue;
-      const float x = load_float(p.g.data, p.g.dtype, row_offset(p.g, span.batch, span.begin + row, head));
-      g[i] = log2_decay(p, x, rate, bias);
-    }
-  }
-  float sum = g[0] + g[1];
-#pragma unroll
-  for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const float below = __shfl_up_sync(kAllLanes, sum, distance);
-    if (lane >= distance) sum += below;
-  }
-  gamma[2 * lane] = sum - g[1];
-  gamma[2 * lane + 1] = sum;
-}
 
 // Rows [16 block, +16) of x writer^T as C tiles; tiles beyond the diagonal block are left alone.
 template <DType kType, int kK>
@@ -149,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 6) factors_kernel(const __grid_const
     load_keys<kThreads, kK>(args, p.k, span, key_head, {s.k});
     load_keys<kThreads, kK>(args, p.q, span, key_head, {s.q});
     commit_copies();
-    if (warp == 0) sum_gates(p, span, head, lane, s.gamma);
+    if (warp == 0) sum_gates(p, load_gates(p, span, head, lane), span.length, head, lane, s.gamma);
     if (threadIdx.x >= kThreads - kChunkRows) {
       const int row = threadIdx.x - (kThreads - kChunkRows);
       s.beta[row] = chunk_beta(p, span, head, row);

@@ -96,7 +96,7 @@ int64_t kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k) {
 std::string config_text(const DeltaRuleForwardProblem& problem) { return config_of(problem).text(); }
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
-  forward_in_windows(problem, context, [&](const ChunkArgs& args) {
+  forward_in_windows(problem, context, false, [&](const ChunkArgs& args, uint32_t*) {
     compute_factors(problem, args, context);
     scan_forward(args, config_of(problem), context);
   });

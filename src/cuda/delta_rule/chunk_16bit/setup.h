@@ -173,23 +173,26 @@ inline constexpr size_t kMostFactorBytes = size_t{448} << 20;
 struct ForwardScratch {
   int64_t* first_chunk;
   ChunkFactors factors;
+  uint32_t* flags;  // one for every pair of a chunk and a value head that there are factors of
   float* carried;
 };
 
 template <class Problem>
 ForwardScratch take_forward_scratch(ScratchLayout& layout, const Problem& problem, const ChunkArgs& args,
-                                    const Windows& windows) {
+                                    const Windows& windows, bool row_numbers) {
   ForwardScratch scratch;
   scratch.first_chunk = take_first_chunks(layout, problem);
   scratch.factors =
-      take_factors(layout, problem, problem.args.kept.present() ? 0 : chunks_of_window(args, windows), false);
+      take_factors(layout, problem, problem.args.kept.present() ? 0 : chunks_of_window(args, windows), row_numbers);
+  scratch.flags = layout.take<uint32_t>(chunks_of_window(args, windows) * problem.sizes.num_value_heads);
   scratch.carried = take_carried(layout, problem, windows);
   return scratch;
 }
 
-// A forward: advance(args) for one window after the other, which makes the factors of its chunks and scans them.
+// A forward: advance(args, flags) makes the factors of a window, with row numbers or without, and goes over its chunks;
+// then the next window.
 template <class Problem, class Advance>
-void forward_in_windows(const Problem& problem, const Context& context, const Advance& advance) {
+void forward_in_windows(const Problem& problem, const Context& context, bool row_numbers, const Advance& advance) {
   const auto& call = problem.args;
   ChunkArgs args = chunk_args(problem);
   args.vector_outputs = has_vectors(call.o);
@@ -200,22 +203,22 @@ void forward_in_windows(const Problem& problem, const Context& context, const Ad
 
   const bool keeps = call.kept.present();
   ScratchLayout one;
-  take_factors(one, problem, 1, false);
+  take_factors(one, problem, 1, row_numbers);
   const bool saves = keeps || call.chunk_states.present();  // then no window makes much of a difference
   const size_t most = saves ? 4 * kMostFactorBytes : kMostFactorBytes;
   const Windows windows = windows_of(args, keeps ? 1 : count_for(args, one.bytes(), most, context));
   ScratchLayout measure;
-  take_forward_scratch(measure, problem, args, windows);
+  take_forward_scratch(measure, problem, args, windows, row_numbers);
   const DeviceWorkspace workspace(context, measure.bytes());
   ScratchLayout layout(workspace.data());
-  const ForwardScratch scratch = take_forward_scratch(layout, problem, args, windows);
+  const ForwardScratch scratch = take_forward_scratch(layout, problem, args, windows, row_numbers);
   number_chunks(problem, scratch.first_chunk, args, context);
   args.factors = keeps ? kept_factors(problem, args) : scratch.factors;
   args.factors_of_window = !keeps;
   for (int64_t n = 0; n < windows.count; ++n) {
     args.window = windows.at(n);
     if (windows.count > 1) args.carried = carried_states(problem, scratch.carried, n);
-    advance(args);
+    advance(args, scratch.flags);
   }
 }
 

@@ -61,8 +61,8 @@ WindowMaps window_maps(const DeltaRuleBackward& call, const GradientArgs& args) 
 void scan_states(const DeltaRuleBackwardProblem& problem, const ChunkArgs& args, const Context& context) {
   const int columns = columns_of(problem);
   const ScanMaps maps = scan_maps(problem.args.in, {}, args);
-  problem.args.in.k.dtype == DType::kBF16 ? launch_scan<DType::kBF16>(args, maps, columns, context)
-                                          : launch_scan<DType::kF16>(args, maps, columns, context);
+  problem.args.in.k.dtype == DType::kBF16 ? launch_scan<DType::kBF16>(args, maps, columns, {}, context)
+                                          : launch_scan<DType::kF16>(args, maps, columns, {}, context);
 }
 
 void scan_back(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, const Context& context) {
@@ -190,9 +190,8 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   if (sizes.tokens > kMost || max_chunks(sequences, call.options.chunk_size) * sizes.num_value_heads > kMost)
     return "too many tokens";
   const bool per_channel = chunk_16bit::has_decay_per_channel(problem);
-  return lacks_shared_memory(per_channel
-                                 ? std::max(channel_scan_bytes(), channel_scan_back_bytes())
-                                 : std::max({scan_bytes(), scan_back_bytes(), gradients_bytes()}),
+  return lacks_shared_memory(per_channel ? std::max(channel_scan_bytes(), channel_scan_back_bytes())
+                                         : std::max({scan_bytes(), scan_back_bytes(), gradients_bytes()}),
                              in.q.device.index);
 }
 
@@ -209,8 +208,8 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
          .sums_keys = problem.sizes.group > 1,
          .scan_states = [&](const ChunkArgs& args) { scan_channel_states(problem, args, context); },
          .scan_back = [&](const GradientArgs& args) { scan_channels_back(problem, args, context); },
-         .gradients =
-             [&](const GradientArgs& args, int64_t blocks) { channel_gradients(problem, args, blocks, context); }},
+         .gradients = [&](const GradientArgs& args,
+                          int64_t blocks) { channel_gradients(problem, args, blocks, context); }},
         context);
     return;
   }

@@ -10,9 +10,6 @@ namespace {
 
 using chunk_16bit::GradientArgs;
 
-using StateTile = PanelTile<kGroupColumns, kWidth>;       // a warpgroup's rows of G
-using WritesTile = PanelTile<kGroupColumns, kChunkRows>;  // and of Y
-
 // Of a warpgroup and the warp that stores for it: G, or Y and dv, are in shared memory; they have been read from there.
 template <int kGroups>
 struct LeavingBarriers {

@@ -16,9 +16,10 @@
 // alone reads in step 3.
 #pragma once
 
+#include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_16bit/gradients_tokens.cuh"
 #include "cuda/delta_rule/chunk_sm90/gradients.h"
-#include "cuda/delta_rule/chunk_sm90/scan.cuh"
+#include "cuda/delta_rule/chunk_sm90/head_values.cuh"
 
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
@@ -289,7 +290,12 @@ struct GradientGroup {
     dot_values(yv);
     wgmma_wait<0>(X);
     Fragments<kTokenSteps> bD;
-    correct<kType>(ValueTile(s.v + group * ValueTile::kBytes), numbers.token, warp, lane, X, bD);
+    Values values;
+#pragma unroll
+    for (int m = 0; m < kTokenSteps; ++m) {
+      values.load(m, ValueTile(s.v + group * ValueTile::kBytes), numbers.token, warp, lane);
+      values.correct<kType>(m, X, bD[m]);
+    }
     wgmma_fence(X, bD);
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);

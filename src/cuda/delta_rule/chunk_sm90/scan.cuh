@@ -1,172 +1,367 @@
 // The scan over the chunks of a sequence on Hopper, for one decay per head or none and K, V <= 128. See ../chunk.cuh for
-// the equations; the factors are those of chunk_16bit.
+// the equations; the factors: factors.cu.
 //
 // A block has 128 value columns of one (sequence, value head) or, where that leaves multiprocessors idle, 64. As in
-// chunk_16bit the value side is transposed: S^T [columns x K] stays in the registers of two warpgroups, or one, 64 columns
-// each, as the fp32 sums of the product that advances it and, rounded, as the left operand of those that read it. Right
-// operands lie in shared memory, where one more warp brings them by TMA, three chunks ahead at most. A state warpgroup
-// goes through a chunk with five groups of products:
+// chunk_16bit the value side is transposed: S^T [columns x K] stays in the registers of a warpgroup, 64 columns each, as
+// the fp32 sums of the product that advances it and, rounded, as the left operand of those that read it. Right operands
+// lie in shared memory, where TMA brings them, three chunks ahead at most. With 128 columns two warpgroups go through a
+// chunk with five groups of products:
 //
-//     X = S^T k^T                    while it runs, o of the chunk before leaves
+//     X = S^T k^T                    while it runs, o of the chunk before goes to shared memory
 //     O = S^T q^T
 //     X = bD^T J^T                   bD^T = beta (v^T - e X); while it runs, S is scaled by e_n
 //     S = S + (w R)^T k              R^T = X, rounded
 //     O = scale e O + R^T sP^T       while it runs, S is rounded for the next chunk
 //
+// With 64 columns there are few heads, and what counts is how long a chunk takes: one warpgroup does the three products
+// that the next chunk waits for, and hands S^T and R^T, rounded, through shared memory to another, which makes O.
+//
+// A third warpgroup brings the operands and stores o. With 128 columns it may also make sP (kMakesP): then the factors'
+// kernel does not read q, and memory, which bounds the scan of many heads, moves less.
+//
 // Rows beyond the tokens of a chunk are zeros in k, q and v, whatever lies behind them in memory (token_map), and so are
 // the blocks of J and sP above their diagonals (lower_map), which nobody wrote.
 //
-// A column's sums do not depend on other columns: how many of them a block has changes no bit.
+// A column's sums do not depend on other columns, nor on who makes them: how many columns a block has changes no bit.
 #pragma once
 
 #include <algorithm>
 
 #include "cuda/common/launch.h"
-#include "cuda/delta_rule/chunk_sm90/state_columns.cuh"
+#include "cuda/delta_rule/chunk_sm90/factor_steps.cuh"
+#include "cuda/delta_rule/chunk_sm90/head_values.cuh"
 
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
-constexpr int kTokenFactors = chunk_16bit::kTokenFactors<false>;
-constexpr uint32_t kTotalBytes = 4 * sizeof(float);
+using chunk_16bit::kRowNumbers;
 
-// A block has kGroups warpgroups of the state, and one more, of which one warp has work.
-template <int kGroups>
+// A block has two warpgroups that multiply and one more. kGroups of the two have the state.
+template <int kGroups, bool kMakesP>
 struct Block {
-  static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
-  static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
+  static_assert(kGroups == 2 || (kGroups == 1 && !kMakesP));
+  static constexpr bool kHasScores = kMakesP;
+  static constexpr int kWarps = 2 * kGroupWarps;  // that multiply
+  static constexpr int kThreads = 3 * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
   // Three warpgroups share the registers evenly at first, 168 for a thread; for two of them there are enough.
-  static constexpr int kStateRegisters = 232, kOtherRegisters = 40;
-  static_assert(2 * kStateRegisters + kOtherRegisters <= 3 * 168);
+  static constexpr int kWorkRegisters = kMakesP ? 208 : 224, kOtherRegisters = kMakesP ? 88 : 56;
+  static_assert(2 * kWorkRegisters + kOtherRegisters <= 3 * 168);
 
   // The operands of a chunk.
   struct alignas(1024) Stage {
     unsigned char k[KeyTile::kBytes], q[KeyTile::kBytes], v[kGroups][ValueTile::kBytes];
     unsigned char J[LowerTile::kBytes], sP[LowerTile::kBytes];
     float token[kTokenFactors * kChunkRows];
+    float row[kRowNumbers * kChunkRows];  // where sP is made
   };
-  static constexpr uint32_t kStageBytes =
-      2 * KeyTile::kBytes + kGroups * ValueTile::kBytes + 2 * LowerTile::kBytes + sizeof(Stage::token) + kTotalBytes;
+  static constexpr uint32_t kStageBytes = 2 * KeyTile::kBytes + kGroups * ValueTile::kBytes + LowerTile::kBytes +
+                                          sizeof(Stage::token) + kTotalBytes +
+                                          (kMakesP ? sizeof(Stage::row) : LowerTile::kBytes);
 
-  // `filled`: the operands of a chunk are there. `free`: all warps of the state need them no more.
+  // What one warpgroup hands to the other, if it does; `there` and `taken` are phases of every chunk.
+  template <class Tile>
+  struct alignas(1024) Handed {
+    unsigned char tile[kGroups == 1 ? Tile::kBytes : 1024];
+    TransactionBarrier there, taken;
+  };
+
+  // `filled`: the operands of a chunk are there. `made`: so is sP. `free`: all warps that multiply need them no more.
   struct alignas(1024) Shared {
     Stage stage[kStages];
     unsigned char o[kGroups][ValueTile::kBytes];
+    TransactionBarrier o_there, o_taken;
+    Handed<StateTile> S;
+    Handed<WritesTile> R;
     float total[kStages][4];
-    TransactionBarrier filled[kStages], free[kStages];
+    QuerySquares squares[kMakesP ? 2 : 1];
+    TransactionBarrier filled[kStages], made[kStages], free[kStages];
+    chunk_16bit::BlockWork work;
   };
 };
 
-// Where a block is in the ring of stages: turns go on from part to part.
+// Where a block is in the ring of stages.
 struct Turn {
   int stage = 0;
   uint32_t parity = 0;
+  uint32_t odd = 0;      // the number of the chunk
+  uint32_t outputs = 0;  // that of the next o
 
   __device__ __forceinline__ void next() {
+    odd ^= 1;
     if (++stage < kStages) return;
     stage = 0;
     parity ^= 1;
   }
 };
 
-// The warp that brings the operands, by one lane
-// ------------------------------------------------------------------------------------
+// The warpgroup that serves the others
+// ----------------------------------------------------------------------------------------------------------
 
-template <int kGroups>
-__device__ __forceinline__ void bring_operands(const ChunkArgs& args, const ScanMaps& maps, int64_t parts,
-                                               typename Block<kGroups>::Shared& s) {
-  Turn turn;
-  for_each_part(args, parts, Block<kGroups>::kColumns, [&](const ScanPart& part, const Walk& walk) {
-    for (int c = 0; c < walk.chunks; ++c, turn.next()) {
-      const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
-      const RowsPlace keys = rows_of(args, walk, c, part.key_head), values = rows_of(args, walk, c, part.head);
-      auto& stage = s.stage[turn.stage];
-      TransactionBarrier& filled = s.filled[turn.stage];
-      s.free[turn.stage].wait(turn.parity ^ 1);
-      filled.arrive_expecting(Block<kGroups>::kStageBytes);
-      load_panels(KeyTile(stage.k), maps.k, 0, keys, filled);
-      load_panels(KeyTile(stage.q), maps.q, 0, keys, filled);
-#pragma unroll
-      for (int i = 0; i < kGroups; ++i) {
-        load_panels(ValueTile(stage.v[i]), maps.v, part.column + i * kGroupColumns, values, filled);
-      }
-      load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows,
-                 sizeof(stage.token), filled);
-      load_bytes(shared_address(s.total[turn.stage]), args.factors.total + item * 4, kTotalBytes, filled);
-      load_lower(stage.J, maps.J, static_cast<int>(item), filled);
-      load_lower(stage.sP, maps.sP, static_cast<int>(item), filled);
-    }
-  });
+// Until the factors of an item can be copied, where flags tell.
+__device__ __forceinline__ void wait_for_factors(const uint32_t* ready, int64_t item) {
+  if (ready == nullptr) return;
+  while (!is_published(ready + item)) {
+  }
+  fence_async_proxy_of_global();
 }
+
+// The operands of chunk c to the ring, a share of them by one thread of each of three warps: to start all copies takes one
+// thread as long as a chunk takes the others. The first announces them all.
+template <class Shape>
+__device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready,
+                                            typename Shape::Shared& s, int share, int c, Turn& turn) {
+  const auto& [part, walk] = s.work;
+  const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
+  const RowsPlace rows = rows_of(args, walk, c, share == 0 ? part.key_head : part.head);
+  const int at = turn.stage;
+  auto& stage = s.stage[at];
+  TransactionBarrier& filled = s.filled[at];
+  if (share > 0) wait_for_factors(ready, item);
+  s.free[at].wait(turn.parity ^ 1);
+  turn.next();
+  if (share == 0) {
+    filled.arrive_expecting(Shape::kStageBytes);
+    load_panels(KeyTile(stage.k), maps.k, 0, rows, filled);
+    load_panels(KeyTile(stage.q), maps.q, 0, rows, filled);
+  } else if (share == 1) {
+#pragma unroll
+    for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
+      load_panels(ValueTile(stage.v[i]), maps.v, part.column + i * kGroupColumns, rows, filled);
+    }
+    load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows, sizeof(stage.token),
+               filled);
+    load_bytes(shared_address(s.total[at]), args.factors.total + item * 4, kTotalBytes, filled);
+    if constexpr (Shape::kHasScores) {
+      load_bytes(shared_address(stage.row), args.factors.row + item * kRowNumbers * kChunkRows, sizeof(stage.row),
+                 filled);
+    }
+  } else {
+    load_lower(stage.J, maps.J, static_cast<int>(item), filled);
+    if constexpr (!Shape::kHasScores) load_lower(stage.sP, maps.sP, static_cast<int>(item), filled);
+  }
+}
+
+// The outputs of chunk c from shared memory to its rows.
+template <class Shape>
+__device__ __forceinline__ void store_output(const ChunkArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
+                                             int c, Turn& turn) {
+  const auto& [part, walk] = s.work;
+  const RowsPlace at = rows_of(args, walk, c, part.head);
+  s.o_there.wait(turn.outputs);
+  turn.outputs ^= 1;
+#pragma unroll
+  for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
+    if (!args.o.present()) continue;
+    store_box(maps.o, {part.column + i * kGroupColumns, at.head, at.missing, at.end, at.batch},
+              ValueTile(s.o[i]).panel(0));
+  }
+  commit_stores();
+  wait_stores_read<0>();
+  s.o_taken.arrive();
+}
+
+// sP in the stage of a chunk.
+template <DType kType>
+struct StageScores {
+  LowerTile tile;
+  int lane;
+
+  __device__ __forceinline__ void sP(int i, int j, const float (&c)[2][4]) const {
+    uint32_t a[4];
+    pack_a<kType>(c[0], c[1], a);
+    tile.store_a(16 * i, j, lane, a);
+  }
+};
+
+// The third warpgroup.
+template <DType kType, int kGroups, bool kMakesP>
+struct ServiceGroup {
+  using Shape = Block<kGroups, kMakesP>;
+  const ChunkArgs& args;
+  const ScanMaps& maps;
+  const uint32_t* ready;
+  typename Shape::Shared& s;
+  int warp, lane;  // within the warpgroup
+
+  // Warps 0 to 2 bring, one lane each; one of the last warp stores.
+  static constexpr int kShares = 3;
+  __device__ __forceinline__ void bring(int c, Turn& turn) const {
+    bring_share<Shape>(args, maps, ready, s, warp, c, turn);
+  }
+  __device__ __forceinline__ void store(int c, Turn& turn) const { store_output<Shape>(args, maps, s, c, turn); }
+
+  // Where nothing is made.
+  __device__ __forceinline__ void serve() const {
+    if (!elect_one()) return;
+    const int chunks = s.work.walk.chunks;
+    Turn turn;
+    if (warp < kShares) {
+      for (int c = 0; c < chunks; ++c) bring(c, turn);
+    } else {
+      for (int c = 0; c < chunks; ++c) store(c, turn);
+    }
+  }
+
+  // Blocks above the diagonals of sP, once.
+  __device__ __forceinline__ void clear_scores() const {
+    constexpr int kPieces = sizeof(s.stage[0].sP) / sizeof(uint4);
+    for (auto& stage : s.stage) {
+      for (int i = kWarpSize * warp + lane; i < kPieces; i += kGroupThreads) {
+        reinterpret_cast<uint4*>(stage.sP)[i] = make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
+
+  // sP and the factor on q S of a chunk whose operands are there. Two turns use different squares.
+  __device__ __forceinline__ void make_scores(const Turn& turn) const {
+    auto& stage = s.stage[turn.stage];
+    const float *gamma = stage.row + chunk_16bit::kGamma * kChunkRows,
+                *rstd_k = stage.row + chunk_16bit::kRstdOfK * kChunkRows;
+    const ScoreSteps<kType> steps{{args.problem, s.squares[turn.odd], warp, lane}};
+    Gram qk;
+    s.filled[turn.stage].wait(turn.parity);
+    steps.multiply(stage.q, stage.k, qk);
+    named_barrier<3>(kGroupThreads);
+    steps.apply_decays(gamma, rstd_k, qk, StageScores<kType>{LowerTile(stage.sP), lane});
+    const int i = kWarpSize * warp + lane;
+    if (i < kChunkRows) stage.token[kOnQueryRead * kChunkRows + i] = steps.queries.on_read(i, gamma[i]);
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) s.made[turn.stage].arrive();
+  }
+
+  // With sP. The operands of chunk c + 2 take the place of chunk c - 1.
+  __device__ __forceinline__ void serve_with_scores() const {
+    constexpr int kAhead = kStages - 1;
+    const int chunks = s.work.walk.chunks;
+    const bool chosen = elect_one(), brings = chosen && warp < kShares, stores = chosen && warp == kShares;
+    Turn turn, brought;
+    clear_scores();
+    for (int c = 0; brings && c < min(chunks, kAhead); ++c) bring(c, brought);
+    __syncwarp();
+    for (int c = 0; c < chunks; ++c, turn.next()) {
+      make_scores(turn);
+      if (brings && c + kAhead < chunks) bring(c + kAhead, brought);
+      if (stores && c > 0) store(c - 1, turn);
+      __syncwarp();
+    }
+    if (stores && chunks > 0) store(chunks - 1, turn);
+  }
+};
 
 // A warpgroup of the state
 // ----------------------------------------------------------------------------------------------------------
 
-// The columns of a C tile are tokens: its elements 0 and 2 belong to one, 1 and 3 to the next.
-__device__ __forceinline__ float2 token_pair(const float* token, TokenFactor factor, int tile, int lane) {
-  return *reinterpret_cast<const float2*>(token + factor * kChunkRows + 8 * tile + 2 * (lane % 4));
+// Tokens [16 m, 16 m + 16) of w R^T, rounded.
+template <DType kType>
+__device__ __forceinline__ void round_write(int m, float2 w_low, float2 w_high, const TokenSums& X, uint32_t (&wR)[4]) {
+  float scaled[2][4];
+  scale_tile(w_low, X[2 * m], scaled[0]);
+  scale_tile(w_high, X[2 * m + 1], scaled[1]);
+  pack_a<kType>(scaled[0], scaled[1], wR);
 }
 
-// bD^T = beta (v^T - e X), rounded.
-template <DType kType>
-__device__ __forceinline__ void correct(const ValueTile& values, const float* token, int warp, int lane,
-                                        const TokenSums& X, Fragments<kTokenSteps>& bD) {
+// A warpgroup that multiplies.
+template <DType kType, int kGroups, bool kMakesP>
+struct WorkGroup {
+  using Shape = Block<kGroups, kMakesP>;
+  const ChunkArgs& args;
+  typename Shape::Shared& s;
+  int group, warp, lane;  // the warp within the warpgroup
+
+  __device__ __forceinline__ const ScanPart& part() const { return s.work.part; }
+  __device__ __forceinline__ const Walk& walk() const { return s.work.walk; }
+
+  // Which 64 columns of the block.
+  __device__ __forceinline__ int range() const { return kGroups == 2 ? group : 0; }
+  __device__ __forceinline__ int first_column() const { return part().column + range() * kGroupColumns; }
+  __device__ __forceinline__ int column() const { return first_column() + 16 * warp; }
+
+  // The thread's share of the states between windows.
+  static constexpr int kStateThreads = kGroups * kGroupThreads;
+  template <class Float>
+  __device__ __forceinline__ Float* carried(Float* states) const {
+    return chunk_16bit::carried_at(args, states, part(), walk(), Shape::kColumns, Shape::kColumns * kWidth,
+                                   static_cast<int>(threadIdx.x));
+  }
+
+  // o^T to shared memory, from where it is stored.
+  __device__ __forceinline__ void give_outputs(const Fragments<kTokenSteps>& o, Turn& turn) const {
+    const ValueTile tile(s.o[range()]);
+    s.o_taken.wait(turn.outputs ^ 1);
+    turn.outputs ^= 1;
 #pragma unroll
-  for (int m = 0; m < kTokenSteps; ++m) {
-    uint32_t v[4];
-    values.load_c_transposed(16 * m, warp, lane, v);
-    float D[2][4];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int n = 2 * m + h;
-      const float2 on_x = token_pair(token, kOnKeyRead, n, lane), beta = token_pair(token, kOnValue, n, lane);
-      const float2 low = unpack<kType>(v[2 * h]), high = unpack<kType>(v[2 * h + 1]);
-      D[h][0] = beta.x * fmaf(-on_x.x, X[n][0], low.x);
-      D[h][1] = beta.y * fmaf(-on_x.y, X[n][1], low.y);
-      D[h][2] = beta.x * fmaf(-on_x.x, X[n][2], high.x);
-      D[h][3] = beta.y * fmaf(-on_x.y, X[n][3], high.y);
+    for (int m = 0; m < kTokenSteps; ++m) tile.store_c_transposed(16 * m, warp, lane, o[m]);
+    fence_async_proxy();
+    arrive(s.o_there);
+  }
+
+  __device__ __forceinline__ void load_first_state(StateSums& S) const {
+    if (!walk().opens) {
+      chunk_16bit::take_tiles<kStateThreads>(carried(args.carried.taken), S);
+    } else if (args.initial_state.present()) {
+      load_state<kWidth>(args.initial_state, state_offset(args.initial_state, part()), column(),
+                         args.problem.head_dim_k, args.problem.head_dim_v, lane, S);
     }
-    pack_a<kType>(D[0], D[1], bD[m]);
   }
-}
 
-// R^T = X and w R^T, rounded.
-template <DType kType>
-__device__ __forceinline__ void round_writes(const float* token, int lane, const TokenSums& X,
-                                             Fragments<kTokenSteps>& R, Fragments<kTokenSteps>& wR) {
-  round_sums<kType, kTokenSteps>(X, R);
-#pragma unroll
-  for (int m = 0; m < kTokenSteps; ++m) {
-    float scaled[2][4];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) scale_tile(token_pair(token, kOnWrite, 2 * m + h, lane), X[2 * m + h], scaled[h]);
-    pack_a<kType>(scaled[0], scaled[1], wR[m]);
+  // The state before chunk c of the walk, or after the last one.
+  __device__ __forceinline__ void save_state(int c, bool last, StateSums& S) const {
+    if (last && !walk().closes) return chunk_16bit::give_tiles<kStateThreads>(carried(args.carried.given), S);
+    const StateAddress place = last ? final_state_address(args, part())
+                                    : chunk_state_address(args, part(), walk().span.batch, walk().position + c);
+    if (!place.exists) return;
+    store_state<kWidth>(place.states, place.offset, column(), args.problem.head_dim_k, args.problem.head_dim_v, lane,
+                        S);
   }
-}
 
-template <DType kType, int kGroups>
-struct StateGroup {
-  const StateColumns<kGroups>& own;
-  typename Block<kGroups>::Shared& s;
+  // The same before chunk c from the rounded state, where states have its type and rows along K. Neighbouring lanes
+  // exchange pairs: of 16 channels a lane has four that lie together, and four lanes have 32 bytes of a row.
+  __device__ __forceinline__ void save_rounded_state(int c, const Fragments<kKeySteps>& rS) const {
+    const StateAddress place = chunk_state_address(args, part(), walk().span.batch, walk().position + c);
+    if (!place.exists) return;
+    const bool odd = lane % 2 == 1;
+    const int row = column() + lane / 4, first = 2 * (lane % 4) + (odd ? 6 : 0);
+    uint16_t* to = static_cast<uint16_t*>(place.states.data) + place.offset + row * place.states.v_stride + first;
+#pragma unroll
+    for (int m = 0; m < kKeySteps; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t low = rS[m][h], high = rS[m][2 + h];
+        const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? low : high, 1);
+        if (row + 8 * h >= args.problem.head_dim_v || 16 * m + first >= args.state_width) continue;
+        *reinterpret_cast<uint2*>(to + 16 * m + 8 * h * place.states.v_stride) =
+            odd ? make_uint2(other, high) : make_uint2(low, other);
+      }
+    }
+  }
 
-  // One part. S and O of a chunk are handed to the next one rounded: ptxas lets no sums pass from one turn of the loop to
-  // the next beside a product on its way.
-  __device__ __forceinline__ void run(Turn& turn) const {
-    const ChunkArgs& args = own.args;
-    const Walk& walk = own.walk;
-    const int warp = own.warp, lane = own.lane;
+  __device__ __forceinline__ void save_chunk_state(int c, const Fragments<kKeySteps>& rS, StateSums& S) const {
+    if (args.state_width > 0) {
+      save_rounded_state(c, rS);
+    } else if (args.chunk_states.present()) {
+      save_state(c, false, S);
+    }
+  }
+
+  // The warp has done what a barrier counts by warps.
+  __device__ __forceinline__ void arrive(TransactionBarrier& barrier) const {
+    __syncwarp();
+    if (lane == 0) barrier.arrive();
+  }
+
+  // With 128 columns. S and O of a chunk are handed to the next one rounded: ptxas lets no sums pass from one
+  // turn of the loop to the next beside a product on its way.
+  __device__ __forceinline__ void run() const {
+    Turn turn;
     StateSums S = {};
-    own.load_first_state(S);
+    load_first_state(S);
     Fragments<kKeySteps> rS;
     round_sums<kType, kKeySteps>(S, rS);
     Fragments<kTokenSteps> rO;
-    for (int c = 0; c < walk.chunks; ++c, turn.next()) {
-      if (args.state_width > 0) {
-        own.save_rounded_state(c, rS);
-      } else if (args.chunk_states.present()) {
-        own.save_state(c, false, S);
-      }
+    for (int c = 0; c < walk().chunks; ++c, turn.next()) {
+      save_chunk_state(c, rS, S);
       auto& stage = s.stage[turn.stage];
       const float* token = stage.token;
       const KeyTile k(stage.k), q(stage.q);
@@ -177,29 +372,37 @@ struct StateGroup {
 #pragma unroll
       for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
       wgmma_commit();
-      if (c > 0) own.store_outputs(rO, c - 1);
+      if (c > 0) give_outputs(rO, turn);
       wgmma_fence(O);
 #pragma unroll
       for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
       wgmma_commit();
       wgmma_wait<1>(X);
       Fragments<kTokenSteps> bD, R, wR;
-      correct<kType>(ValueTile(stage.v[own.group]), token, warp, lane, X, bD);
+      Values values;
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) {
+        values.load(m, ValueTile(stage.v[range()]), token, warp, lane);
+        values.template correct<kType>(m, X, bD[m]);
+      }
       wgmma_fence(X, bD);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
       wgmma_commit();
-      const float total = s.total[turn.stage][0];
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) scale_tile({total, total}, S[n], S[n]);
+      scale_state(turn, S);
       wgmma_wait<0>(X, O);
-      round_writes<kType>(token, lane, X, R, wR);
+      round_sums<kType, kTokenSteps>(X, R);
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) {
+        round_write<kType>(m, token_pair(token, kOnWrite, 2 * m, lane), token_pair(token, kOnWrite, 2 * m + 1, lane), X,
+                           wR[m]);
+      }
       wgmma_fence(S, wR);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kWidth>(S, wR[m], k.along_columns(0, m));
       wgmma_commit();
-#pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) scale_tile(token_pair(token, kOnQueryRead, n, lane), O[n], O[n]);
+      if constexpr (kMakesP) s.made[turn.stage].wait(turn.parity);
+      scale_outputs(token, O);
       wgmma_fence(O, R);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
@@ -208,63 +411,193 @@ struct StateGroup {
       round_sums<kType, kKeySteps>(S, rS);
       wgmma_wait<0>(O);
       round_sums<kType, kTokenSteps>(O, rO);
-      __syncwarp();  // all lanes have read the stage
-      if (lane == 0) s.free[turn.stage].arrive();
+      arrive(s.free[turn.stage]);
     }
-    if (walk.chunks > 0) own.store_outputs(rO, walk.chunks - 1);
-    own.save_state(walk.chunks, true, S);
+    if (walk().chunks > 0) give_outputs(rO, turn);
+    save_state(walk().chunks, true, S);
+  }
+
+  __device__ __forceinline__ void scale_state(const Turn& turn, StateSums& S) const {
+    const float total = s.total[turn.stage][0];
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) scale_tile({total, total}, S[n], S[n]);
+  }
+  __device__ __forceinline__ void scale_outputs(const float* token, TokenSums& O) const {
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) scale_tile(token_pair(token, kOnQueryRead, n, lane), O[n], O[n]);
+  }
+
+  // The warp's rows of S^T or R^T, to the warp that makes the same rows of O.
+  template <class Handed, class Tile, int kSteps>
+  __device__ __forceinline__ void hand(Handed& handed, const Tile& tile, const Turn& turn,
+                                       const Fragments<kSteps>& rows) const {
+    handed.taken.wait(turn.odd ^ 1);
+#pragma unroll
+    for (int m = 0; m < kSteps; ++m) tile.store_a(16 * warp, m, lane, rows[m]);
+    arrive(handed.there);
+  }
+  template <class Handed, class Tile, int kSteps>
+  __device__ __forceinline__ void take(Handed& handed, const Tile& tile, const Turn& turn,
+                                       Fragments<kSteps>& rows) const {
+    handed.there.wait(turn.odd);
+#pragma unroll
+    for (int m = 0; m < kSteps; ++m) tile.load_a(16 * warp, m, lane, rows[m]);
+    arrive(handed.taken);
+  }
+
+  // With 64 columns: the products of the state. A product begins with the first 16 tokens of its left operand,
+  // while the next ones are rounded.
+  __device__ __forceinline__ void run_state() const {
+    Turn turn;
+    StateSums S = {};
+    load_first_state(S);
+    Fragments<kKeySteps> rS;
+    round_sums<kType, kKeySteps>(S, rS);
+    for (int c = 0; c < walk().chunks; ++c, turn.next()) {
+      save_chunk_state(c, rS, S);
+      auto& stage = s.stage[turn.stage];
+      const float* token = stage.token;
+      const KeyTile k(stage.k);
+      const LowerTile J(stage.J);
+      TokenSums X, Y;
+      s.filled[turn.stage].wait(turn.parity);
+      wgmma_fence(X, rS);
+#pragma unroll
+      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
+      wgmma_commit();
+      Values values;
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) values.load(m, ValueTile(stage.v[0]), token, warp, lane);
+      hand(s.S, StateTile(s.S.tile), turn, rS);
+      wgmma_wait<0>(X);
+      Fragments<kTokenSteps> bD, R, wR;
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) {
+        values.template correct<kType>(m, X, bD[m]);
+        wgmma_fence(bD[m]);
+        wgmma<kType, kChunkRows>(Y, bD[m], J.along_rows(0, m), m > 0);
+      }
+      wgmma_commit();
+      scale_state(turn, S);
+      float2 on_write[kTokenTiles];
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) on_write[n] = token_pair(token, kOnWrite, n, lane);
+      wgmma_wait<0>(Y);
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) {
+        round_write<kType>(m, on_write[2 * m], on_write[2 * m + 1], Y, wR[m]);
+        m == 0 ? wgmma_fence(S, wR[m]) : wgmma_fence(wR[m]);
+        wgmma<kType, kWidth>(S, wR[m], k.along_columns(0, m));
+      }
+      wgmma_commit();
+      round_sums<kType, kTokenSteps>(Y, R);
+      hand(s.R, WritesTile(s.R.tile), turn, R);
+      wgmma_wait<0>(S);
+      round_sums<kType, kKeySteps>(S, rS);
+      arrive(s.free[turn.stage]);
+    }
+    save_state(walk().chunks, true, S);
+  }
+
+  // With 64 columns: the outputs.
+  __device__ __forceinline__ void run_outputs() const {
+    Turn turn;
+    for (int c = 0; c < walk().chunks; ++c, turn.next()) {
+      auto& stage = s.stage[turn.stage];
+      const KeyTile q(stage.q);
+      const LowerTile sP(stage.sP);
+      Fragments<kKeySteps> rS;
+      Fragments<kTokenSteps> R, rO;
+      TokenSums O;
+      s.filled[turn.stage].wait(turn.parity);
+      take(s.S, StateTile(s.S.tile), turn, rS);
+      wgmma_fence(O, rS);
+#pragma unroll
+      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
+      wgmma_commit();
+      wgmma_wait<0>(O);
+      scale_outputs(stage.token, O);
+      take(s.R, WritesTile(s.R.tile), turn, R);
+      wgmma_fence(O, R);
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
+      wgmma_commit();
+      wgmma_wait<0>(O);
+      arrive(s.free[turn.stage]);
+      round_sums<kType, kTokenSteps>(O, rO);
+      give_outputs(rO, turn);
+    }
   }
 };
 
-// A block per part; a smaller grid goes round.
-template <DType kType, int kGroups>
-__global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
-    scan_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, int64_t parts) {
-  using Shape = Block<kGroups>;
+// A block per part.
+template <DType kType, int kGroups, bool kMakesP>
+__global__ void __launch_bounds__(Block<kGroups, kMakesP>::kThreads, 1)
+    scan_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, const uint32_t* ready) {
+  using Shape = Block<kGroups, kMakesP>;
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       s.filled[i].init(1);
-      s.free[i].init(Shape::kStateWarps);
+      s.made[i].init(kGroupWarps);
+      s.free[i].init(Shape::kWarps);
     }
+    for (TransactionBarrier* barrier : {&s.S.there, &s.S.taken, &s.R.there, &s.R.taken}) barrier->init(kGroupWarps);
+    s.o_there.init(kGroups * kGroupWarps);
+    s.o_taken.init(1);
     fence_barrier_init();
   }
-  wait_for_previous_kernels();
-  __syncthreads();
+  // Beside the factors: their blocks have waited for all kernels before them when this one begins.
+  if (ready == nullptr) wait_for_previous_kernels();
+  chunk_16bit::begin_work(args, blockIdx.x, args.problem.head_dim_v, Shape::kColumns, s.work);
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  if (warp >= Shape::kStateWarps) {
-    if constexpr (kGroups == 2) give_registers<Shape::kOtherRegisters>();
-    if (warp == Shape::kStateWarps && elect_one()) bring_operands<kGroups>(args, maps, parts, s);
+  if (warp >= Shape::kWarps) {
+    give_registers<Shape::kOtherRegisters>();
+    const ServiceGroup<kType, kGroups, kMakesP> service{args, maps, ready, s, warp - Shape::kWarps, lane};
+    if (s.work.walk.exists) {
+      if constexpr (kMakesP) {
+        service.serve_with_scores();
+      } else {
+        service.serve();
+      }
+    }
   } else {
-    if constexpr (kGroups == 2) take_registers<Shape::kStateRegisters>();
-    const bool leader = threadIdx.x % kGroupThreads == 0;
-    Turn turn;
-    for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
-      const StateColumns<kGroups> own{args, maps.o, part, walk, s.o[warp / 4], warp / 4, warp % 4, lane, leader};
-      StateGroup<kType, kGroups>{own, s}.run(turn);
-    });
-    if (leader) wait_stores_read<0>();
+    take_registers<Shape::kWorkRegisters>();
+    const WorkGroup<kType, kGroups, kMakesP> work{args, s, warp / kGroupWarps, warp % kGroupWarps, lane};
+    if (s.work.walk.exists) {
+      if constexpr (kGroups == 2) {
+        work.run();
+      } else {
+        warp < kGroupWarps ? work.run_state() : work.run_outputs();
+      }
+    }
   }
+  wait_for_previous_kernels();
 }
 
-template <DType kType, int kGroups>
-void launch_scan(const ChunkArgs& args, const ScanMaps& maps, const Context& context) {
-  using Shape = Block<kGroups>;
+template <DType kType, int kGroups, bool kMakesP>
+void launch_scan_of(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready, const Context& context) {
+  using Shape = Block<kGroups, kMakesP>;
   const DeltaRuleDeviceProblem& p = args.problem;
   const int64_t ranges = (p.head_dim_v + Shape::kColumns - 1) / Shape::kColumns;
-  const int64_t parts = p.sequences.count * p.num_value_heads * ranges;
-  launch<scan_kernel<kType, kGroups>>(
-      "delta_rule chunk_sm90 scan", context,
-      {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},
-      args, maps, parts);
+  const auto parts = static_cast<unsigned>(p.sequences.count * p.num_value_heads * ranges);
+  launch<scan_kernel<kType, kGroups, kMakesP>>("delta_rule chunk_sm90 scan", context,
+                                               {parts, Shape::kThreads, sizeof(typename Shape::Shared), true}, args,
+                                               maps, ready);
 }
 
 }  // namespace
 
 template <DType kType>
-void launch_scan(const ChunkArgs& args, const ScanMaps& maps, int columns, const Context& context) {
-  columns == Block<1>::kColumns ? launch_scan<kType, 1>(args, maps, context)
-                                : launch_scan<kType, 2>(args, maps, context);
+void launch_scan(const ChunkArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
+                 const Context& context) {
+  if (columns == kGroupColumns) {
+    launch_scan_of<kType, 1, false>(args, maps, order.ready, context);
+  } else if (order.with_sP) {
+    launch_scan_of<kType, 2, false>(args, maps, order.ready, context);
+  } else {
+    launch_scan_of<kType, 2, true>(args, maps, order.ready, context);
+  }
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

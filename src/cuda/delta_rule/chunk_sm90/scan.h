@@ -1,4 +1,4 @@
-// What the host gives the scan of chunk_sm90.
+// What the host gives the kernels of chunk_sm90.
 #pragma once
 
 #include <cstddef>
@@ -23,16 +23,39 @@ struct ScanMaps {
 //     {64 - 16 (block + 1), block, 16 block, item}      rows [16 block, +16): columns below 16 (block + 1), then zeros
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items);
 
+// Value columns of a block of a scan.
+int scan_columns(int64_t heads, int device);
+
 // Of the chunks of a launch. `o` absent: only states are wanted.
 ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const chunk_16bit::ChunkArgs& args);
 
-// Value columns of a block, for so many heads of all sequences.
-int scan_columns(int64_t heads, int device);
+// Warpgroups in a block of the factors, each with pairs of its own.
+constexpr int factor_groups(bool with_sP) { return with_sP ? 4 : 6; }
 
-size_t scan_bytes();  // of shared memory in the widest block
+// In which order the factors are made of the pairs of a chunk of the window and a key head, and by whom.
+struct FactorOrder {
+  bool with_sP = true;  // else the scan makes it, and q is not read
+  int pairs = 0;
+  int rows = 1;         // of the batch, whose chunks take turns
+  int blocks = 0;       // one for a multiprocessor
+  int first = 0;        // pairs that all blocks share; the others are left to
+  int late_blocks = 0;  // so many, the first ones
+  // Flags of the items, set when their factors can be read. Absent: the scan begins when all are there.
+  uint32_t* ready = nullptr;
+};
 
-// One launch, of blocks with 64 or 128 value columns. For bf16 and fp16, a file each.
+// Of shared memory in a block, the widest.
+size_t factors_bytes(bool with_sP);
+size_t scan_bytes();
+
+// The factors of all items, pairs of a chunk of the window and a value head, in one launch.
+void launch_factors(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, const FactorOrder& order,
+                    const Context& context);
+
+// One launch, of blocks with 64 or 128 value columns, with the factors that were made in this order. For bf16 and fp16, a
+// file each.
 template <DType kType>
-void launch_scan(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, int columns, const Context& context);
+void launch_scan(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
+                 const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90

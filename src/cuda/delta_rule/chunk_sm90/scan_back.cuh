@@ -16,8 +16,9 @@
 // A column's sums do not depend on other columns: how many of them a block has changes no bit.
 #pragma once
 
+#include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_sm90/gradient_columns.cuh"
-#include "cuda/delta_rule/chunk_sm90/scan.cuh"
+#include "cuda/delta_rule/chunk_sm90/head_values.cuh"
 #include "cuda/delta_rule/chunk_sm90/scan_back.h"
 
 namespace fastweight::cuda::chunk_sm90 {
@@ -27,7 +28,9 @@ constexpr int kBackStages = 3, kPairStages = 2;  // chunks in shared memory: of 
 
 template <int kGroups>
 struct BackBlock {
-  // Of two warpgroups of the state and the third: see Block.
+  static constexpr int kStateWarps = kGroups * kGroupWarps, kThreads = (kGroups + 1) * kGroupThreads;
+  static constexpr int kColumns = kGroups * kGroupColumns;
+  // Three warpgroups share the registers evenly at first, 168 for a thread; for two of them there are enough.
   static constexpr int kStateRegisters = 216, kOtherRegisters = 72;
   static_assert(2 * kStateRegisters + kOtherRegisters <= 3 * 168);
 
@@ -77,7 +80,7 @@ template <int kGroups>
 __device__ __forceinline__ void bring_back_operands(const ChunkArgs& args, const ScanBackMaps& maps, int64_t parts,
                                                     typename BackBlock<kGroups>::Shared& s) {
   BackTurn turn;
-  for_each_part(args, parts, Block<kGroups>::kColumns, [&](const ScanPart& part, const Walk& walk) {
+  for_each_part(args, parts, BackBlock<kGroups>::kColumns, [&](const ScanPart& part, const Walk& walk) {
     for (int c = walk.chunks - 1; c >= 0; --c, turn.next()) {
       const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
       const RowsPlace keys = rows_of(args, walk, c, part.key_head), values = rows_of(args, walk, c, part.head);
@@ -213,11 +216,11 @@ struct BackGroup {
 
 // A block per part; a smaller grid goes round.
 template <DType kType, int kGroups>
-__global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
+__global__ void __launch_bounds__(BackBlock<kGroups>::kThreads, 1)
     scan_back_kernel(const __grid_constant__ GradientArgs args, const __grid_constant__ ScanBackMaps maps,
                      int64_t parts) {
-  using Shape = Block<kGroups>;
-  auto& s = aligned_shared<typename BackBlock<kGroups>::Shared>();
+  using Shape = BackBlock<kGroups>;
+  auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kBackStages; ++i) {
       s.filled[i].init(1);
@@ -234,14 +237,14 @@ __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
-    if constexpr (kGroups == 2) give_registers<BackBlock<kGroups>::kOtherRegisters>();
+    if constexpr (kGroups == 2) give_registers<Shape::kOtherRegisters>();
     const int role = warp - Shape::kStateWarps;
     if (role == 0 && elect_one()) bring_back_operands<kGroups>(args.chunk, maps, parts, s);
     if (role >= 1 && role <= kGroups && elect_one()) {
       BackStorer<kGroups, ScanBackMaps, typename BackBlock<kGroups>::Shared>{args, maps, s, role - 1}.run(parts);
     }
   } else {
-    if constexpr (kGroups == 2) take_registers<BackBlock<kGroups>::kStateRegisters>();
+    if constexpr (kGroups == 2) take_registers<Shape::kStateRegisters>();
     BackTurn turn;
     const int group = warp / 4;
     for_each_part_in_shared(args.chunk, parts, Shape::kColumns, group, s.work[group], [&] {
@@ -253,7 +256,7 @@ __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
 
 template <DType kType, int kGroups>
 void launch_scan_back(const GradientArgs& args, const ScanBackMaps& maps, const Context& context) {
-  using Shape = Block<kGroups>;
+  using Shape = BackBlock<kGroups>;
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
   const int64_t ranges = (p.head_dim_v + Shape::kColumns - 1) / Shape::kColumns;
   const int64_t parts = p.sequences.count * p.num_value_heads * ranges;
@@ -267,8 +270,8 @@ void launch_scan_back(const GradientArgs& args, const ScanBackMaps& maps, const 
 
 template <DType kType>
 void launch_scan_back(const GradientArgs& args, const ScanBackMaps& maps, int columns, const Context& context) {
-  columns == Block<1>::kColumns ? launch_scan_back<kType, 1>(args, maps, context)
-                                : launch_scan_back<kType, 2>(args, maps, context);
+  columns == BackBlock<1>::kColumns ? launch_scan_back<kType, 1>(args, maps, context)
+                                    : launch_scan_back<kType, 2>(args, maps, context);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -2,9 +2,11 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
-size_t scan_bytes() { return sizeof(Block<2>::Shared); }
+size_t scan_bytes() {
+  return std::max({sizeof(Block<1, false>::Shared), sizeof(Block<2, false>::Shared), sizeof(Block<2, true>::Shared)});
+}
 
 template void launch_scan<DType::kBF16>(const ChunkArgs& args, const ScanMaps& maps, int columns,
-                                        const Context& context);
+                                        const FactorOrder& order, const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -3,6 +3,6 @@
 namespace fastweight::cuda::chunk_sm90 {
 
 template void launch_scan<DType::kF16>(const ChunkArgs& args, const ScanMaps& maps, int columns,
-                                       const Context& context);
+                                       const FactorOrder& order, const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -4,27 +4,15 @@
 
 #include "cuda/common/warp.cuh"
 #include "cuda/delta_rule/chunk_16bit/window.cuh"
-#include "cuda/delta_rule/chunk_sm90/scan.h"
+#include "cuda/delta_rule/chunk_sm90/tiles.cuh"
 #include "cuda/sm90/barriers.cuh"
-#include "cuda/sm90/panel_tile.cuh"
 #include "cuda/sm90/tma.cuh"
 #include "cuda/sm90/wgmma.cuh"
 
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
-using chunk_16bit::ChunkArgs;
-using chunk_16bit::kChunkRows;
 using chunk_16bit::Walk;
-
-constexpr int kGroupThreads = 128, kGroupColumns = 64;
-constexpr int kTokenSteps = kChunkRows / 16, kKeySteps = kWidth / 16;
-constexpr int kTokenTiles = kChunkRows / 8, kKeyTiles = kWidth / 8;
-
-using KeyTile = PanelTile<kChunkRows, kWidth>;           // k and q
-using LowerTile = PanelTile<kChunkRows, kChunkRows>;     // J and sP
-using ValueTile = PanelTile<kChunkRows, kGroupColumns>;  // a warpgroup's columns of v and o
-constexpr int kLowerBytes = LowerTile::kRowBytes * 16;   // of a row of blocks
 
 // body(part, walk) for the parts of this block of which anything is to be done in the window.
 template <class Body>

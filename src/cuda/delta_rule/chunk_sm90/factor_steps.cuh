@@ -1,0 +1,341 @@
+// The factors of a chunk for one value head by a warpgroup, step by step: J, sP and the numbers of the tokens from k and q
+// in shared memory. See ../chunk.cuh for the equations. Who runs the steps puts barriers of the warpgroup between them and
+// says where results go:
+//
+//     multiply_keys      k k^T and q k^T by wgmma into registers; the norms of k are the diagonal of the former
+//     -- apply_decays    A and sP, whose decays are the same; then invert_diagonal, of the warp's own block
+//     -- merge_16        by warps 1 and 3; the numbers of the tokens, of this item and of the next, by warps 0 and 2
+//     -- multiply_Z
+//     -- merge_32
+//
+// sP may be left to the scan (ScoreSteps), which reads q anyway. The bits do not depend on who runs the steps.
+#pragma once
+
+#include "cuda/delta_rule/chunk_16bit/gate_sums.cuh"
+#include "cuda/delta_rule/chunk_sm90/lower_inverse.cuh"
+#include "cuda/delta_rule/chunk_sm90/tiles.cuh"
+#include "cuda/sm90/barriers.cuh"
+#include "cuda/sm90/wgmma.cuh"
+
+namespace fastweight::cuda::chunk_sm90 {
+
+using Gram = float[kTokenTiles][4];  // rows of k k^T or q k^T of a warp, as C tiles
+
+// The numbers of the tokens of a chunk for a value head.
+struct Tokens {
+  float gamma[kChunkRows];  // in log2
+  float beta[kChunkRows];
+};
+
+// Sums of squares of the rows of q, over a panel each.
+using QuerySquares = float[2][kChunkRows];
+
+struct alignas(16) FactorScratch {
+  float4 A[kTokenTiles / 2 * 3][kWarpSize];      // C tiles below the diagonal blocks, a number for every lane
+  float diagonal[4 * TransposedBlock::kFloats];  // blocks of A, then of J
+  float below[2 * TransposedBlock::kFloats];     // J_10 and J_32
+  float product[4 * TransposedBlock::kFloats];   // Z X^-1: those of 16 rows in blocks 0 and 2, then all four of 32
+  Tokens tokens[2];                              // of this item and of the next
+  float rstd_k[kChunkRows];
+  QuerySquares squares_q;
+
+  // Where J_ij lies, i and j less than two blocks apart.
+  __device__ __forceinline__ TransposedBlock block_of_J(int i, int j) {
+    return i == j ? TransposedBlock(diagonal, i) : TransposedBlock(below, i / 2);
+  }
+};
+
+__device__ __forceinline__ float rstd_of(const DeltaRuleDeviceProblem& problem, float squares) {
+  return problem.qk_l2norm ? rsqrt_approx(squares + kL2NormEps) : 1.0f;
+}
+
+// What has to do with q: of a warpgroup that makes all factors, and of one that makes sP for the scan.
+template <DType kType>
+struct QuerySteps {
+  const DeltaRuleDeviceProblem& problem;
+  QuerySquares& squares;
+  int warp, lane;  // within the warpgroup
+
+  // Of a row's panel, by a thread. The eight rows that lanes read at once are in different banks.
+  __device__ __forceinline__ void sum_squares(const unsigned char* q) const {
+    if (!problem.qk_l2norm) return;
+    const int thread = kWarpSize * warp + lane, row = thread % kChunkRows, panel = thread / kChunkRows;
+    const unsigned char* start = q + panel * KeyTile::kPanelBytes + row * KeyTile::kRowBytes;
+    float sum[2] = {0, 0};
+#pragma unroll
+    for (int segment = 0; segment < 8; ++segment) {
+      const uint4 words = *reinterpret_cast<const uint4*>(start + (segment ^ row % 8) * 16);
+      for (const uint32_t word : {words.x, words.y, words.z, words.w}) {
+        const float2 x = unpack<kType>(word);
+        sum[0] = fmaf(x.x, x.x, sum[0]);
+        sum[1] = fmaf(x.y, x.y, sum[1]);
+      }
+    }
+    squares[panel][row] = sum[0] + sum[1];
+  }
+  __device__ __forceinline__ float rstd(int row) const { return rstd_of(problem, squares[0][row] + squares[1][row]); }
+
+  // The factor of row i on q_i S.
+  __device__ __forceinline__ float on_read(int i, float gamma) const {
+    return problem.scale * exp2_approx(gamma) * rstd(i);
+  }
+};
+
+// The decays exp2(gamma_i - gamma_j) and norms of k_j for a C tile: rows i of the lane, columns j and j + 1.
+struct DecayTile {
+  float d[4];
+
+  __device__ __forceinline__ DecayTile(const float (&gamma_i)[2], const float* gamma, const float* rstd_k, int j) {
+    const float2 from = *reinterpret_cast<const float2*>(gamma + j);
+    const float2 on_j = *reinterpret_cast<const float2*>(rstd_k + j);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      d[e] = exp2_approx(gamma_i[e / 2] - (e % 2 == 0 ? from.x : from.y)) * (e % 2 == 0 ? on_j.x : on_j.y);
+    }
+  }
+
+  __device__ __forceinline__ void apply(const float (&on_i)[2], const float (&c)[4], float (&result)[4]) const {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) result[e] = on_i[e / 2] * d[e] * c[e];
+  }
+};
+
+// Zeros in a C tile of a diagonal block, half 0 or 1: above the diagonal, and on it unless it is kept.
+template <bool kKeepsDiagonal>
+__device__ __forceinline__ void clear_above(int half, int lane, float (&c)[4]) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const int above = 8 * half + 2 * (lane % 4) + e % 2 - (lane / 4 + 8 * (e / 2));
+    if (above > 0 || (!kKeepsDiagonal && above == 0)) c[e] = 0;
+  }
+}
+
+// Results is a type with J(i, j, tiles) and sP(i, j, tiles), which take two C tiles of a block of 16 x 16.
+template <DType kType>
+struct FactorSteps {
+  const DeltaRuleDeviceProblem& problem;
+  FactorScratch& s;
+  int warp, lane;  // within the warpgroup
+
+  // The same thread, of whose places in shared memory nothing is known: they are computed where they are needed, not
+  // before a loop and kept.
+  __device__ __forceinline__ FactorSteps anew() const { return {problem, s, warp, opaque_below<kWarpSize>(lane)}; }
+  __device__ __forceinline__ QuerySteps<kType> queries() const { return {problem, s.squares_q, warp, lane}; }
+
+  // Of a chunk, as they lay in memory: gates of two tokens by warp 0, beta of two by warp 2.
+  __device__ __forceinline__ chunk_16bit::RawGates load_tokens(const ChunkSpan& span, int head) const {
+    if (warp == 0) return chunk_16bit::load_gates(problem, span, head, lane);
+    chunk_16bit::RawGates raw;
+    if (!problem.beta.present()) return raw;
+    const DeviceTensor& beta = problem.beta;
+    const char* first = element_at(beta.data, beta.dtype, row_offset(beta, span.batch, span.begin + lane, head));
+    if (lane < span.length) raw.bits[0] = load_bits(first, beta.dtype);
+    if (lane + kWarpSize < span.length) {
+      raw.bits[1] = load_bits(first + byte_offset(beta.dtype, kWarpSize * beta.strides[1]), beta.dtype);
+    }
+    return raw;
+  }
+  __device__ __forceinline__ void finish_tokens(const chunk_16bit::RawGates& raw, int length, int head,
+                                                Tokens& tokens) const {
+    if (warp == 0) return chunk_16bit::sum_gates(problem, raw, length, head, lane, tokens.gamma);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane + i * kWarpSize;
+      const float given = problem.beta.present() ? beta_of(problem, decode(raw.bits[i], problem.beta.dtype)) : 1.0f;
+      tokens.beta[row] = row < length ? given : 0.0f;
+    }
+  }
+
+  // k k^T and the norms of k; with q also q k^T and its squares.
+  template <bool kWithP>
+  __device__ __forceinline__ void multiply_keys(const unsigned char* keys, const unsigned char* of_q, Gram& kk,
+                                                Gram& qk) const {
+    const KeyTile k(keys);
+    wgmma_fence(kk);
+#pragma unroll
+    for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(kk, k.along_rows(0, m), k.along_rows(0, m), m > 0);
+    if constexpr (kWithP) {
+      const KeyTile q(of_q);
+      wgmma_fence(qk);
+#pragma unroll
+      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(qk, q.along_rows(0, m), k.along_rows(0, m), m > 0);
+      wgmma_commit();
+      queries().sum_squares(of_q);
+      wgmma_wait<0>(kk, qk);
+    } else {
+      wgmma_commit();
+      wgmma_wait<0>(kk);
+    }
+    const bool odd = lane / 4 % 2 == 1, on_diagonal = lane % 4 == lane / 8;
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+      if (n / 2 != warp || !on_diagonal) continue;
+      const int e = n % 2 * 2;
+      s.rstd_k[8 * n + lane / 4] = rstd_of(problem, odd ? kk[n][e + 1] : kk[n][e]);
+    }
+  }
+
+  // Tile n of 16 rows of A, below their diagonal block.
+  __device__ __forceinline__ float4& tile_of_A(int rows, int n) const { return s.A[rows * (rows - 1) + n][lane]; }
+
+  __device__ __forceinline__ void load_A(int i, int j, LeftBlock& left) const {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const float4 x = tile_of_A(i, 2 * j + m);
+      const float c[4] = {x.x, x.y, x.z, x.w};
+      left[m] = split_tile(c);
+    }
+  }
+
+  // A from k k^T, and sP from q k^T; blocks beyond the diagonal are left alone.
+  template <bool kWithP, class Results>
+  __device__ __forceinline__ void apply_decays(const Tokens& tokens, const Gram& kk, const Gram& qk,
+                                               const Results& results) const {
+    const int row = 16 * warp + lane / 4;
+    float gamma[2], on_A[2], on_P[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int i = row + 8 * h;
+      gamma[h] = tokens.gamma[i];
+      on_A[h] = tokens.beta[i] * s.rstd_k[i];
+      on_P[h] = kWithP ? problem.scale * queries().rstd(i) : 0.0f;
+    }
+#pragma unroll
+    for (int m = 0; m < kTokenTiles / 2; ++m) {
+      if (m > warp) continue;
+      float A[4], P[2][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int n = 2 * m + half;
+        const DecayTile decay(gamma, tokens.gamma, s.rstd_k, 8 * n + 2 * (lane % 4));
+        decay.apply(on_A, kk[n], A);
+        if (kWithP) decay.apply(on_P, qk[n], P[half]);
+        if (m < warp) {
+          tile_of_A(warp, n) = make_float4(A[0], A[1], A[2], A[3]);
+        } else {
+          clear_above<false>(half, lane, A);
+          if (kWithP) clear_above<true>(half, lane, P[half]);
+          TransposedBlock(s.diagonal, warp).store(half, lane, A);
+        }
+      }
+      if (kWithP) results.sP(warp, m, P);
+    }
+  }
+
+  // The warp's block on the diagonal.
+  template <class Results>
+  __device__ __forceinline__ void invert_diagonal(const Results& results) const {
+    const TransposedBlock block(s.diagonal, warp);
+    __syncwarp();
+    invert_block(block, lane);
+    float c[2][4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) block.load(n, lane, c[n]);
+    results.J(warp, warp, c);
+  }
+
+  // J_10 and J_32, by warps 1 and 3.
+  template <class Results>
+  __device__ __forceinline__ void merge_16(const Results& results) const {
+    const TransposedBlock product(s.product, warp - 1);
+    LeftBlock left;
+    load_A(warp, warp - 1, left);
+    BlockSum sum;
+    multiply(sum, left, s.block_of_J(warp - 1, warp - 1), lane);
+    float c[2][4];
+    totals<1>(sum, c);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) product.store(n, lane, c[n]);
+    __syncwarp();
+    BlockSum last;
+    load_left(s.block_of_J(warp, warp), lane, left);
+    multiply(last, left, product, lane);
+    totals<-1>(last, c);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) s.block_of_J(warp, warp - 1).store(n, lane, c[n]);
+    results.J(warp, warp - 1, c);
+  }
+
+  // The four blocks of Z X^-1, one by each warp.
+  __device__ __forceinline__ void multiply_Z() const {
+    const int i = 2 + warp % 2, j = warp < 2 ? 1 : 0;
+    BlockSum sum;
+#pragma unroll 1
+    for (int b = j; b < 2; ++b) {
+      LeftBlock left;
+      load_A(i, b, left);
+      multiply(sum, left, s.block_of_J(b, j), lane);
+    }
+    float c[2][4];
+    totals<1>(sum, c);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) TransposedBlock(s.product, 2 * (i - 2) + j).store(n, lane, c[n]);
+  }
+
+  // J_30, J_31, J_20 and J_21, by the four warps.
+  template <class Results>
+  __device__ __forceinline__ void merge_32(const Results& results) const {
+    const int i = 3 - warp / 2, j = warp % 2;
+    BlockSum sum;
+#pragma unroll 1
+    for (int b = 2; b <= i; ++b) {
+      LeftBlock left;
+      load_left(s.block_of_J(i, b), lane, left);
+      multiply(sum, left, TransposedBlock(s.product, 2 * (b - 2) + j), lane);
+    }
+    float c[2][4];
+    totals<-1>(sum, c);
+    results.J(i, j, c);
+  }
+
+  // The numbers of row `token_row()` and e_n, by warps 0 and 2; that of q with it alone.
+  __device__ __forceinline__ int token_row() const { return lane + warp / 2 * kWarpSize; }
+  template <bool kWithP>
+  __device__ __forceinline__ void token_factors(const Tokens& tokens, float* token, float* total) const {
+    const int i = token_row();
+    const float gamma = tokens.gamma[i], last = tokens.gamma[kChunkRows - 1];
+    token[kOnKeyRead * kChunkRows + i] = exp2_approx(gamma) * s.rstd_k[i];
+    if (kWithP) token[kOnQueryRead * kChunkRows + i] = queries().on_read(i, gamma);
+    token[kOnWrite * kChunkRows + i] = exp2_approx(last - gamma) * s.rstd_k[i];
+    token[kOnValue * kChunkRows + i] = tokens.beta[i];
+    if (i < 4) total[i] = exp2_approx(last);
+  }
+};
+
+// sP of a chunk, from gamma and the norms of k: first multiply, then, after a barrier of the warpgroup, apply_decays.
+template <DType kType>
+struct ScoreSteps {
+  QuerySteps<kType> queries;
+
+  __device__ __forceinline__ void multiply(const unsigned char* of_q, const unsigned char* of_k, Gram& qk) const {
+    const KeyTile q(of_q), k(of_k);
+    wgmma_fence(qk);
+#pragma unroll
+    for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(qk, q.along_rows(0, m), k.along_rows(0, m), m > 0);
+    wgmma_commit();
+    queries.sum_squares(of_q);
+    wgmma_wait<0>(qk);
+  }
+
+  template <class Results>
+  __device__ __forceinline__ void apply_decays(const float* gamma_of, const float* rstd_k, const Gram& qk,
+                                               const Results& results) const {
+    const int warp = queries.warp, lane = queries.lane, row = 16 * warp + lane / 4;
+    const float gamma[2] = {gamma_of[row], gamma_of[row + 8]};
+    const float on_P[2] = {queries.problem.scale * queries.rstd(row), queries.problem.scale * queries.rstd(row + 8)};
+#pragma unroll
+    for (int m = 0; m < kTokenTiles / 2; ++m) {
+      if (m > warp) continue;
+      float P[2][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int n = 2 * m + half;
+        DecayTile(gamma, gamma_of, rstd_k, 8 * n + 2 * (lane % 4)).apply(on_P, qk[n], P[half]);
+        if (m == warp) clear_above<true>(half, lane, P[half]);
+      }
+      results.sP(warp, m, P);
+    }
+  }
+};
+
+}  // namespace fastweight::cuda::chunk_sm90

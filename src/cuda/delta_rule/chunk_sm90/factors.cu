@@ -1,0 +1,272 @@
+// The factors of the chunk form with no decay or one per head on Hopper, for K <= 128. See ../chunk.cuh for the equations
+// and chunk_16bit/chunk.cuh for what is written.
+//
+// A block fills a multiprocessor with warpgroups, each of which takes one pair of a chunk and a key head after the other,
+// and goes through factor_steps.cuh for all value heads of the key head, which share the products. q and k of the next
+// pair come by TMA as soon as both products have been made, its gates and beta while two warps of the four have nothing to
+// do.
+//
+// Where the scan leaves multiprocessors idle, it may begin early (FactorOrder): blocks that it needs the room of leave
+// after their share of the first pairs, the others go on, and a flag tells the scan of every pair of a chunk and a value
+// head that is there. The scan begins when all blocks of this kernel have begun; so it never waits for one that has not.
+#include "cuda/common/launch.h"
+#include "cuda/delta_rule/chunk_sm90/factor_steps.cuh"
+#include "cuda/delta_rule/chunk_sm90/scan.h"
+#include "cuda/sm90/tma.cuh"
+
+namespace fastweight::cuda::chunk_sm90 {
+namespace {
+
+using chunk_16bit::ChunkFactors;
+
+// A chunk and a key head.
+struct Pair {
+  int number;                // in the order of all
+  int item;                  // of the key head's first value head
+  int batch, begin, length;  // tokens of the chunk; none: there is no such pair
+  int key_head;
+};
+
+// With q a warpgroup keeps two products in registers, and there is memory for fewer of them.
+template <bool kWithP>
+struct Shape {
+  static constexpr int kGroups = factor_groups(kWithP), kThreads = kGroups * kGroupThreads;
+
+  struct alignas(1024) Shared {
+    unsigned char k[KeyTile::kBytes], q[kWithP ? KeyTile::kBytes : 16];
+    FactorScratch scratch;
+    Pair pair[3];  // this one and the next two
+    int written;   // the last item, of which the scan is to be told; -1: none
+    TransactionBarrier filled;
+  };
+};
+
+// A barrier among the threads of a warpgroup.
+__device__ __forceinline__ void group_barrier(int group) {
+  switch (group) {
+    case 0:
+      return named_barrier<1>(kGroupThreads);
+    case 1:
+      return named_barrier<2>(kGroupThreads);
+    case 2:
+      return named_barrier<3>(kGroupThreads);
+    case 3:
+      return named_barrier<4>(kGroupThreads);
+    case 4:
+      return named_barrier<5>(kGroupThreads);
+    default:
+      return named_barrier<6>(kGroupThreads);
+  }
+}
+
+// J and sP of an item in global memory.
+template <DType kType>
+struct GlobalResults {
+  uint16_t *of_J, *of_sP;
+  int lane;
+
+  __device__ __forceinline__ void J(int i, int j, const float (&c)[2][4]) const { store(of_J, i, j, c); }
+  __device__ __forceinline__ void sP(int i, int j, const float (&c)[2][4]) const { store(of_sP, i, j, c); }
+
+ private:
+  // Neighbouring lanes exchange pairs: four lanes then have 32 bytes of a row.
+  __device__ __forceinline__ void store(uint16_t* matrix, int i, int j, const float (&c)[2][4]) const {
+    const bool odd = lane % 2 == 1;
+    uint16_t* to = matrix + (16 * i + lane / 4) * kChunkRows + 16 * j + 2 * (lane % 4) + (odd ? 6 : 0);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t low = pack<kType>(c[0][2 * h], c[0][2 * h + 1]), high = pack<kType>(c[1][2 * h], c[1][2 * h + 1]);
+      const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? low : high, 1);
+      *reinterpret_cast<uint2*>(to + 8 * h * kChunkRows) = odd ? make_uint2(other, high) : make_uint2(low, other);
+    }
+  }
+};
+
+template <DType kType, bool kWithP>
+struct FactorGroup {
+  static constexpr int kGroups = Shape<kWithP>::kGroups;
+  const ChunkArgs& args;
+  const ScanMaps& maps;
+  const FactorOrder& order;
+  typename Shape<kWithP>::Shared& s;
+  int group, warp, lane;  // the warp within the warpgroup
+
+  __device__ __forceinline__ FactorSteps<kType> steps() const {
+    return FactorSteps<kType>{args.problem, s.scratch, warp, lane}.anew();
+  }
+  __device__ __forceinline__ bool is_chosen() const { return warp == 0 && elect_one(); }
+  __device__ __forceinline__ void barrier() const { group_barrier(group); }
+
+  // Which pair this warpgroup takes after number n.
+  __device__ __forceinline__ int pair_after(int n) const {
+    const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+    if (n >= order.first) return n + kGroups * order.late_blocks;
+    if (n + kGroups * blocks < order.first) return n + kGroups * blocks;
+    return block < order.late_blocks ? order.first + group * order.late_blocks + block : order.pairs;
+  }
+
+  // The chunk at a position of a row of the window. With offsets there is one row, and maybe no such chunk.
+  __device__ __forceinline__ void find_chunk(int row, int position, Pair& pair) const {
+    const int C = static_cast<int>(args.chunked.chunk_size), in_row = static_cast<int>(args.window.begin) + position;
+    const int chunk = row * static_cast<int>(args.window.row) + in_row;
+    pair.item = args.factors_of_window ? row * static_cast<int>(args.window.width()) + position : chunk;
+    pair.batch = row;
+    if (args.chunked.first_chunk == nullptr) {
+      pair.begin = in_row * C;
+      pair.length = min(static_cast<int>(args.problem.sequences.tokens) - pair.begin, C);
+    } else {
+      const ChunkSpan span = chunk_at(args.chunked, chunk);
+      pair.begin = static_cast<int>(span.begin);
+      pair.length = static_cast<int>(span.length);
+    }
+  }
+
+  // Pair number n. Chunks come in the order in which the scan needs them: the first ones of all rows, then the next ones.
+  __device__ __forceinline__ void find_pair(int n, Pair& pair) const {
+    pair.number = n;
+    pair.length = 0;
+    if (n >= order.pairs) return;
+    const int heads = args.problem.num_value_heads / args.problem.group, turn = n / heads, position = turn / order.rows;
+    find_chunk(turn - position * order.rows, position, pair);
+    pair.key_head = n - turn * heads;
+    pair.item = pair.item * args.problem.num_value_heads + pair.key_head * args.problem.group;
+  }
+
+  __device__ __forceinline__ void load_keys(const Pair& pair) const {
+    if (pair.length == 0) return;
+    s.filled.arrive_expecting((kWithP ? 2 : 1) * KeyTile::kBytes);
+    const int missing = kChunkRows - pair.length, end = pair.begin + pair.length;
+#pragma unroll
+    for (int p = 0; p < KeyTile::kPanels; ++p) {
+      const int place[5] = {p * KeyTile::kPanelColumns, pair.key_head, missing, end, pair.batch};
+      load_box(KeyTile(s.k).panel(p), maps.k, place, s.filled);
+      if constexpr (kWithP) load_box(KeyTile(s.q).panel(p), maps.q, place, s.filled);
+    }
+  }
+
+  // Of value head h of a pair's key head, if there is such a pair, by warps 0 and 2.
+  __device__ __forceinline__ chunk_16bit::RawGates load_tokens(const Pair& pair, int h) const {
+    if (pair.length == 0) return {};
+    return steps().load_tokens({0, pair.batch, pair.begin, pair.length, 0}, pair.key_head * args.problem.group + h);
+  }
+  __device__ __forceinline__ void finish_tokens(const chunk_16bit::RawGates& raw, const Pair& pair, int h,
+                                                Tokens& tokens) const {
+    if (pair.length == 0) return;
+    steps().finish_tokens(raw, pair.length, pair.key_head * args.problem.group + h, tokens);
+  }
+
+  // By warps 0 and 2, one row in a thread.
+  __device__ __forceinline__ void store_token_factors(const Tokens& tokens, int64_t item) const {
+    const ChunkFactors& factors = args.factors;
+    const FactorSteps<kType> own = steps();
+    own.template token_factors<kWithP>(tokens, factors.token + item * chunk_16bit::kTokenFactors<false> * kChunkRows,
+                                       factors.total + item * 4);
+    if (factors.row == nullptr) return;
+    const int i = own.token_row();
+    float* row = factors.row + item * chunk_16bit::kRowNumbers * kChunkRows + i;
+    row[chunk_16bit::kGamma * kChunkRows] = tokens.gamma[i];
+    if (kWithP) row[chunk_16bit::kRstdOfQ * kChunkRows] = own.queries().rstd(i);
+    row[chunk_16bit::kRstdOfK * kChunkRows] = s.scratch.rstd_k[i];
+  }
+
+  // By one thread: all warps have written the factors of an item and met at a barrier since.
+  __device__ __forceinline__ void tell_scan() const {
+    if (order.ready != nullptr && s.written >= 0) publish(order.ready + s.written);
+  }
+
+  // The factors of the value heads of pair `at`. The tokens of the first head are there, and `turn` tells where.
+  __device__ __forceinline__ void run_pair(int at, uint32_t parity, int& turn) const {
+    const int heads = args.problem.group;
+    const Pair &pair = s.pair[at], &next = s.pair[(at + 1) % 3];
+    Gram kk, qk;
+    s.filled.wait(parity);
+    steps().template multiply_keys<kWithP>(s.k, s.q, kk, qk);
+    fence_async_proxy();  // q has been read: the next one may come
+#pragma unroll 1
+    for (int h = 0; h < heads; ++h, turn ^= 1) {
+      const Tokens& tokens = s.scratch.tokens[turn];
+      const int item = pair.item + h;
+      const GlobalResults<kType> results{args.factors.J + int64_t{item} * kChunkRows * kChunkRows,
+                                         args.factors.sP + int64_t{item} * kChunkRows * kChunkRows,
+                                         opaque_below<kWarpSize>(lane)};
+      barrier();  // tokens and norms are there, and all have left the head before
+      const bool more = h + 1 < heads;
+      const Pair& following = more ? pair : next;
+      chunk_16bit::RawGates raw;
+      if (warp % 2 == 0) raw = load_tokens(following, more ? h + 1 : 0);
+      if (is_chosen()) {
+        tell_scan();
+        s.written = item;
+        if (h == 0) {
+          load_keys(next);
+          find_pair(pair_after(next.number), s.pair[(at + 2) % 3]);
+        }
+      }
+      steps().template apply_decays<kWithP>(tokens, kk, qk, results);
+      steps().invert_diagonal(results);
+      barrier();
+      if (warp % 2 == 1) {
+        steps().merge_16(results);
+      } else {
+        store_token_factors(tokens, item);
+        finish_tokens(raw, following, more ? h + 1 : 0, s.scratch.tokens[turn ^ 1]);
+      }
+      barrier();
+      steps().multiply_Z();
+      barrier();
+      steps().merge_32(results);
+    }
+  }
+
+  __device__ __forceinline__ void run() const {
+    const int blocks = static_cast<int>(gridDim.x), n = group * blocks + static_cast<int>(blockIdx.x);
+    if (is_chosen()) {
+      s.written = -1;
+      s.filled.init(1);
+      fence_barrier_init();
+      find_pair(n < order.first ? n : pair_after(n - kGroups * blocks), s.pair[0]);
+      load_keys(s.pair[0]);
+      find_pair(pair_after(s.pair[0].number), s.pair[1]);
+    }
+    barrier();
+    if (warp % 2 == 0) finish_tokens(load_tokens(s.pair[0], 0), s.pair[0], 0, s.scratch.tokens[0]);
+    int turn = 0, at = 0;
+    for (uint32_t parity = 0; s.pair[at].length > 0; parity ^= 1, at = (at + 1) % 3) run_pair(at, parity, turn);
+    barrier();
+    if (is_chosen()) tell_scan();
+  }
+};
+
+template <DType kType, bool kWithP>
+__global__ void __launch_bounds__(Shape<kWithP>::kThreads, 1)
+    factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, FactorOrder order) {
+  wait_for_previous_kernels();
+  if (order.ready != nullptr) let_next_kernel_start();
+  const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  auto& s = (&aligned_shared<typename Shape<kWithP>::Shared>())[warp / kGroupWarps];
+  FactorGroup<kType, kWithP>{args, maps, order, s, warp / kGroupWarps, warp % kGroupWarps, lane}.run();
+}
+
+template <DType kType, bool kWithP>
+void launch_factors_of(const ChunkArgs& args, const ScanMaps& maps, const FactorOrder& order, const Context& context) {
+  const LaunchShape shape{static_cast<unsigned>(order.blocks), Shape<kWithP>::kThreads, factors_bytes(kWithP), true};
+  launch<factors_kernel<kType, kWithP>>("delta_rule chunk_sm90 factors", context, shape, args, maps, order);
+}
+
+}  // namespace
+
+size_t factors_bytes(bool with_sP) {
+  return with_sP ? Shape<true>::kGroups * sizeof(Shape<true>::Shared)
+                 : Shape<false>::kGroups * sizeof(Shape<false>::Shared);
+}
+
+void launch_factors(const ChunkArgs& args, const ScanMaps& maps, const FactorOrder& order, const Context& context) {
+  const auto of_type = [&]<DType kType>() {
+    order.with_sP ? launch_factors_of<kType, true>(args, maps, order, context)
+                  : launch_factors_of<kType, false>(args, maps, order, context);
+  };
+  args.problem.k.dtype == DType::kBF16 ? of_type.template operator()<DType::kBF16>()
+                                       : of_type.template operator()<DType::kF16>();
+}
+
+}  // namespace fastweight::cuda::chunk_sm90
