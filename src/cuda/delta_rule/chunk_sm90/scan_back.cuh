@@ -169,7 +169,6 @@ __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float2 factor) {
 template <DType kType, int kGroups>
 struct BackGroup {
   const GradientArgs& args;
-  const ScanBackMaps& maps;
   typename BackBlock<kGroups>::Shared& s;
   const ScanPart& part;
   const Walk& walk;
@@ -367,7 +366,7 @@ __global__ void __launch_bounds__(Block<kGroups>::kThreads, 1)
       }
       group_barrier(group);
       if (!work.walk.exists) continue;
-      BackGroup<kType, kGroups>{args, maps, s, work.part, work.walk, group, warp % 4, lane}.run(turn);
+      BackGroup<kType, kGroups>{args, s, work.part, work.walk, group, warp % 4, lane}.run(turn);
     }
   }
 }
