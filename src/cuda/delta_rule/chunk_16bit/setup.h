@@ -9,6 +9,7 @@
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
 #include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
+#include "cuda/delta_rule/chunk_sm90/scan.h"
 
 namespace fastweight::cuda::chunk_16bit {
 
@@ -159,6 +160,10 @@ void compute_factors(const Problem& problem, const ChunkArgs& args, const Contex
 #ifdef FASTWEIGHT_SM90
   if (has_decay_per_channel(problem) && chunk_sm90::takes_channel_factors(problem.args.in, problem.sizes)) {
     chunk_sm90::launch_channel_factors(problem.args.in, args, context);
+    return;
+  }
+  if (!has_decay_per_channel(problem) && chunk_sm90::takes_head_factors(problem.args.in, problem.sizes)) {
+    chunk_sm90::launch_head_factors(problem.args.in, args, context);
     return;
   }
 #endif

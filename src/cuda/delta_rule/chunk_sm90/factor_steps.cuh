@@ -295,7 +295,7 @@ struct FactorSteps {
     const int i = token_row();
     const float gamma = tokens.gamma[i], last = tokens.gamma[kChunkRows - 1];
     token[kOnKeyRead * kChunkRows + i] = exp2_approx(gamma) * s.rstd_k[i];
-    if (kWithP) token[kOnQueryRead * kChunkRows + i] = queries().on_read(i, gamma);
+    token[kOnQueryRead * kChunkRows + i] = kWithP ? queries().on_read(i, gamma) : 0.0f;  // the scan makes it
     token[kOnWrite * kChunkRows + i] = exp2_approx(last - gamma) * s.rstd_k[i];
     token[kOnValue * kChunkRows + i] = tokens.beta[i];
     if (i < 4) total[i] = exp2_approx(last);

@@ -9,6 +9,9 @@
 // Where the scan leaves multiprocessors idle, it may begin early (FactorOrder): blocks that it needs the room of leave
 // after their share of the first pairs, the others go on, and a flag tells the scan of every pair of a chunk and a value
 // head that is there. The scan begins when all blocks of this kernel have begun; so it never waits for one that has not.
+#include <algorithm>
+#include <limits>
+
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_sm90/factor_steps.cuh"
 #include "cuda/delta_rule/chunk_sm90/scan.h"
@@ -165,7 +168,7 @@ struct FactorGroup {
     const int i = own.token_row();
     float* row = factors.row + item * chunk_16bit::kRowNumbers * kChunkRows + i;
     row[chunk_16bit::kGamma * kChunkRows] = tokens.gamma[i];
-    if (kWithP) row[chunk_16bit::kRstdOfQ * kChunkRows] = own.queries().rstd(i);
+    row[chunk_16bit::kRstdOfQ * kChunkRows] = kWithP ? own.queries().rstd(i) : 0.0f;
     row[chunk_16bit::kRstdOfK * kChunkRows] = s.scratch.rstd_k[i];
   }
 
@@ -267,6 +270,35 @@ void launch_factors(const ChunkArgs& args, const ScanMaps& maps, const FactorOrd
   };
   args.problem.k.dtype == DType::kBF16 ? of_type.template operator()<DType::kBF16>()
                                        : of_type.template operator()<DType::kF16>();
+}
+
+FactorOrder one_by_one(const ChunkArgs& args, bool with_sP, int multiprocessors) {
+  const DeltaRuleDeviceProblem& p = args.problem;
+  const int groups = factor_groups(with_sP);
+  FactorOrder order;
+  order.with_sP = with_sP;
+  order.pairs = static_cast<int>(chunk_16bit::chunks_in_window(args) * (p.num_value_heads / p.group));
+  order.first = order.pairs;
+  order.blocks = std::min((order.pairs + groups - 1) / groups, multiprocessors);
+  if (p.sequences.offsets == nullptr) order.rows = static_cast<int>(p.sequences.count);
+  return order;
+}
+
+bool takes_head_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes) {
+  const int device = in.q.device.index;
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 2 - kChunkRows;  // places are 32-bit numbers
+  const int64_t most_chunks = sizes.batch * sizes.tokens + sizes.num_sequences;
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 && sizes.head_dim_k > kWidth / 2 &&
+         sizes.head_dim_k <= kWidth && has_token_map(in.q) && has_token_map(in.k) && sizes.tokens <= kMost &&
+         most_chunks * sizes.num_value_heads <= kMost && lacks_shared_memory(factors_bytes(true), device).empty();
+}
+
+void launch_head_factors(const DeltaRuleInputs& in, const ChunkArgs& args, const Context& context) {
+  ScanMaps maps{};
+  maps.k = token_map(in.k, kChunkRows, 64, Swizzle::k128);
+  maps.q = token_map(in.q, kChunkRows, 64, Swizzle::k128);
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, in.q.device.index);
+  launch_factors(args, maps, one_by_one(args, true, multiprocessors), context);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

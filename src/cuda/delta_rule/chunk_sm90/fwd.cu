@@ -53,16 +53,12 @@ bool leaves_sP_to_scan(const DeltaRuleForwardProblem& problem) {
 FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ChunkArgs& args, uint32_t* ready) {
   constexpr double kFactorsOfStep = 1.5;  // items that a multiprocessor makes while a block of the scan does a chunk
   const DeltaRuleDeviceProblem& p = args.problem;
-  FactorOrder order;
-  order.with_sP = !leaves_sP_to_scan(problem);
-  order.pairs = static_cast<int>(chunk_16bit::chunks_in_window(args) * (p.num_value_heads / p.group));
-  order.first = order.pairs;
-  const int blocks = multiprocessors_of(problem), groups = factor_groups(order.with_sP);
-  order.blocks = std::min((order.pairs + groups - 1) / groups, blocks);
-  if (p.sequences.offsets != nullptr) return order;
-  order.rows = static_cast<int>(p.sequences.count);
+  const int blocks = multiprocessors_of(problem);
+  FactorOrder order = one_by_one(args, !leaves_sP_to_scan(problem), blocks);
+  const int groups = factor_groups(order.with_sP);
   const int64_t heads = heads_of(problem), idle = blocks - heads;
-  if (order.with_sP || 16 * idle < blocks || order.pairs < 2 * groups * blocks) return order;
+  if (p.sequences.offsets != nullptr || order.with_sP || 16 * idle < blocks || order.pairs < 2 * groups * blocks)
+    return order;
   const double beside = kFactorsOfStep * static_cast<double>(idle) / static_cast<double>(heads);
   order.first = std::max(static_cast<int>((1 - beside) * order.pairs), groups * blocks);
   order.late_blocks = static_cast<int>(idle);

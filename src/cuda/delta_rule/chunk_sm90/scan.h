@@ -44,6 +44,9 @@ struct FactorOrder {
   uint32_t* ready = nullptr;
 };
 
+// One after the other, by all multiprocessors.
+FactorOrder one_by_one(const chunk_16bit::ChunkArgs& args, bool with_sP, int multiprocessors);
+
 // Of shared memory in a block, the widest.
 size_t factors_bytes(bool with_sP);
 size_t scan_bytes();
@@ -51,6 +54,11 @@ size_t scan_bytes();
 // The factors of all items, pairs of a chunk of the window and a value head, in one launch.
 void launch_factors(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, const FactorOrder& order,
                     const Context& context);
+
+// The factors that chunk_16bit would make, and any backward, of the problems that the kernel takes. One choice for all: what
+// a forward of chunk_sm90 scans or keeps has the bits of what its backward makes again.
+bool takes_head_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes);
+void launch_head_factors(const DeltaRuleInputs& in, const chunk_16bit::ChunkArgs& args, const Context& context);
 
 // One launch, of blocks with 64 or 128 value columns, with the factors that were made in this order. For bf16 and fp16, a
 // file each.
