@@ -1,6 +1,6 @@
 // The forward of the delta rule on Hopper's instructions, by its name: against the double-precision reference, with all
 // lengths of tails, states, layouts and types.
-#include "tests/delta_rule/grid.h"
+#include "tests/sm90/delta_rule_cases.h"
 #include "tests/sm90/testing.h"
 
 namespace fastweight::test {
@@ -39,49 +39,27 @@ void expect_as_reference(const DeltaRuleCase& problem) {
   expect_close(problem, run_forward(problem), support::forward(problem, reference_context(), true));
 }
 
-DeltaRuleSpec wide(Gate gate, int64_t T, DType dtype = DType::kBF16) {
-  DeltaRuleSpec spec = spec_of(gate, T, 128, 128);
-  spec.dtype = dtype;
-  return spec;
-}
-
 class Sm90DeltaRule : public ::testing::TestWithParam<Gate> {};
 
 TEST_P(Sm90DeltaRule, Lengths) {
-  for (int64_t T : first<int64_t>({65, 0, 1, 320, 63, 64, 128, 129}, 4)) {
-    expect_as_reference(draw(with_batch(with_heads(wide(GetParam(), T), 2, 1), 2), 1));
-  }
+  for (const DeltaRuleCase& problem : cases_of_lengths(GetParam())) expect_as_reference(problem);
 }
 
 TEST_P(Sm90DeltaRule, ChunksOfFewerTokens) {
-  for (int32_t chunk_size : {16, 32}) {
-    DeltaRuleSpec spec = wide(GetParam(), 100);
-    spec.options.chunk_size = chunk_size;
-    expect_as_reference(draw(spec, 2));
-  }
+  for (const DeltaRuleCase& problem : cases_of_small_chunks(GetParam())) expect_as_reference(problem);
 }
 
-TEST_P(Sm90DeltaRule, Fp16) { expect_as_reference(draw(wide(GetParam(), 130, DType::kF16), 3)); }
+TEST_P(Sm90DeltaRule, Fp16) { expect_as_reference(case_in_fp16(GetParam())); }
 
 TEST_P(Sm90DeltaRule, Widths) {
-  using Widths = std::pair<int64_t, int64_t>;
-  for (const auto& [K, V] : first<Widths>({{72, 120}, {128, 72}, {104, 128}}, 2)) {
-    DeltaRuleSpec spec = spec_of(GetParam(), 70, K, V);
-    spec.dtype = DType::kBF16;
-    expect_as_reference(draw(spec, 4));
-  }
+  for (const DeltaRuleCase& problem : cases_of_widths(GetParam())) expect_as_reference(problem);
 }
 
 TEST_P(Sm90DeltaRule, NoInitialStateAndStatesInTheOtherOrder) {
-  DeltaRuleSpec spec = wide(GetParam(), 70);
-  spec.options.state_v_first = true;
-  spec.initial_state = false;
-  expect_as_reference(draw(spec, 5));
+  expect_as_reference(case_without_initial_state_in_the_other_order(GetParam()));
 }
 
-TEST_P(Sm90DeltaRule, SequencesOfAllLengths) {
-  expect_as_reference(draw(with_lengths(with_heads(wide(GetParam(), 0), 2, 1), {5, 0, 64, 1, 130, 63}), 6));
-}
+TEST_P(Sm90DeltaRule, SequencesOfAllLengths) { expect_as_reference(case_of_sequences(GetParam())); }
 
 INSTANTIATE_TEST_SUITE_P(Gates, Sm90DeltaRule, ::testing::Values(Gate::kNone, Gate::kPerHead, Gate::kPerChannel),
                          [](const auto& info) { return std::string(name_of(info.param)); });

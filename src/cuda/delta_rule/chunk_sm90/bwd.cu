@@ -170,14 +170,8 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   const DeltaRuleBackward& call = problem.args;
   const DeltaRuleInputs& in = call.in;
   const DeltaRuleSizes& sizes = problem.sizes;
-  const std::string reason = chunk_16bit::declines_backward(problem);
-  if (!reason.empty()) return reason;
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor, in.q.device.index) != 9)
-    return "needs compute capability 9.0";
-  if (sizes.head_dim_k <= kWidth / 2 || sizes.head_dim_k > kWidth || sizes.head_dim_v <= kWidth / 2 ||
-      sizes.head_dim_v > kWidth) {
-    return "K and V must be from 65 to 128";
-  }
+  if (const std::string reason = chunk_16bit::declines_backward(problem); !reason.empty()) return reason;
+  if (const std::string reason = declines_widths(sizes, in.q.device.index); !reason.empty()) return reason;
   if (!call.d_o.present()) return "d_o must be there";
   const DType dtype = in.k.dtype;
   if (!has_token_map(in.q) || !has_token_map(in.k) || !has_token_map(in.v) || !has_token_map(call.d_o) ||

@@ -73,6 +73,12 @@ int scan_columns(int64_t heads, int device) {
   return 2 * heads <= device_attribute(cudaDevAttrMultiProcessorCount, device) ? kWidth / 2 : kWidth;
 }
 
+std::string declines_widths(const DeltaRuleSizes& sizes, int device) {
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor, device) != 9) return "needs compute capability 9.0";
+  const auto fits = [](int64_t width) { return width > kWidth / 2 && width <= kWidth; };
+  return fits(sizes.head_dim_k) && fits(sizes.head_dim_v) ? "" : "K and V must be from 65 to 128";
+}
+
 ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkArgs& args) {
   const int64_t items = count_items(args);
   return {rows_map(in.k),
@@ -105,14 +111,8 @@ TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items) {
 std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   const DeltaRuleInputs& in = problem.args.in;
   const DeltaRuleSizes& sizes = problem.sizes;
-  const std::string reason = chunk_16bit::declines_forward(problem);
-  if (!reason.empty()) return reason;
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor, in.q.device.index) != 9)
-    return "needs compute capability 9.0";
-  if (sizes.head_dim_k <= kWidth / 2 || sizes.head_dim_k > kWidth || sizes.head_dim_v <= kWidth / 2 ||
-      sizes.head_dim_v > kWidth) {
-    return "K and V must be from 65 to 128";
-  }
+  if (const std::string reason = chunk_16bit::declines_forward(problem); !reason.empty()) return reason;
+  if (const std::string reason = declines_widths(sizes, in.q.device.index); !reason.empty()) return reason;
   if (!has_token_map(in.q) || !has_token_map(in.k) || !has_token_map(in.v) || !has_token_map(problem.args.o)) {
     return "rows of q, k, v and o must lie together, at multiples of 16 bytes";
   }

@@ -275,15 +275,8 @@ struct WorkGroup {
 
   // Which 64 columns of the block.
   __device__ __forceinline__ int range() const { return kGroups == 2 ? group : 0; }
-  __device__ __forceinline__ int first_column() const { return part().column + range() * kGroupColumns; }
-  __device__ __forceinline__ int column() const { return first_column() + 16 * warp; }
-
-  // The thread's share of the states between windows.
-  static constexpr int kStateThreads = kGroups * kGroupThreads;
-  template <class Float>
-  __device__ __forceinline__ Float* carried(Float* states) const {
-    return chunk_16bit::carried_at(args, states, part(), walk(), Shape::kColumns, Shape::kColumns * kWidth,
-                                   static_cast<int>(threadIdx.x));
+  __device__ __forceinline__ StateColumns<kGroups> columns() const {
+    return {args, part(), walk(), range(), warp, lane};
   }
 
   // o^T to shared memory, from where it is stored.
@@ -297,54 +290,6 @@ struct WorkGroup {
     arrive(s.o_there);
   }
 
-  __device__ __forceinline__ void load_first_state(StateSums& S) const {
-    if (!walk().opens) {
-      chunk_16bit::take_tiles<kStateThreads>(carried(args.carried.taken), S);
-    } else if (args.initial_state.present()) {
-      load_state<kWidth>(args.initial_state, state_offset(args.initial_state, part()), column(),
-                         args.problem.head_dim_k, args.problem.head_dim_v, lane, S);
-    }
-  }
-
-  // The state before chunk c of the walk, or after the last one.
-  __device__ __forceinline__ void save_state(int c, bool last, StateSums& S) const {
-    if (last && !walk().closes) return chunk_16bit::give_tiles<kStateThreads>(carried(args.carried.given), S);
-    const StateAddress place = last ? final_state_address(args, part())
-                                    : chunk_state_address(args, part(), walk().span.batch, walk().position + c);
-    if (!place.exists) return;
-    store_state<kWidth>(place.states, place.offset, column(), args.problem.head_dim_k, args.problem.head_dim_v, lane,
-                        S);
-  }
-
-  // The same before chunk c from the rounded state, where states have its type and rows along K. Neighbouring lanes
-  // exchange pairs: of 16 channels a lane has four that lie together, and four lanes have 32 bytes of a row.
-  __device__ __forceinline__ void save_rounded_state(int c, const Fragments<kKeySteps>& rS) const {
-    const StateAddress place = chunk_state_address(args, part(), walk().span.batch, walk().position + c);
-    if (!place.exists) return;
-    const bool odd = lane % 2 == 1;
-    const int row = column() + lane / 4, first = 2 * (lane % 4) + (odd ? 6 : 0);
-    uint16_t* to = static_cast<uint16_t*>(place.states.data) + place.offset + row * place.states.v_stride + first;
-#pragma unroll
-    for (int m = 0; m < kKeySteps; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint32_t low = rS[m][h], high = rS[m][2 + h];
-        const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? low : high, 1);
-        if (row + 8 * h >= args.problem.head_dim_v || 16 * m + first >= args.state_width) continue;
-        *reinterpret_cast<uint2*>(to + 16 * m + 8 * h * place.states.v_stride) =
-            odd ? make_uint2(other, high) : make_uint2(low, other);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void save_chunk_state(int c, const Fragments<kKeySteps>& rS, StateSums& S) const {
-    if (args.state_width > 0) {
-      save_rounded_state(c, rS);
-    } else if (args.chunk_states.present()) {
-      save_state(c, false, S);
-    }
-  }
-
   // The warp has done what a barrier counts by warps.
   __device__ __forceinline__ void arrive(TransactionBarrier& barrier) const {
     __syncwarp();
@@ -356,12 +301,12 @@ struct WorkGroup {
   __device__ __forceinline__ void run() const {
     Turn turn;
     StateSums S = {};
-    load_first_state(S);
+    columns().load_first_state(S);
     Fragments<kKeySteps> rS;
     round_sums<kType, kKeySteps>(S, rS);
     Fragments<kTokenSteps> rO;
     for (int c = 0; c < walk().chunks; ++c, turn.next()) {
-      save_chunk_state(c, rS, S);
+      columns().save_chunk_state(c, rS, S);
       auto& stage = s.stage[turn.stage];
       const float* token = stage.token;
       const KeyTile k(stage.k), q(stage.q);
@@ -414,7 +359,7 @@ struct WorkGroup {
       arrive(s.free[turn.stage]);
     }
     if (walk().chunks > 0) give_outputs(rO, turn);
-    save_state(walk().chunks, true, S);
+    columns().save_state(walk().chunks, true, S);
   }
 
   __device__ __forceinline__ void scale_state(const Turn& turn, StateSums& S) const {
@@ -450,11 +395,11 @@ struct WorkGroup {
   __device__ __forceinline__ void run_state() const {
     Turn turn;
     StateSums S = {};
-    load_first_state(S);
+    columns().load_first_state(S);
     Fragments<kKeySteps> rS;
     round_sums<kType, kKeySteps>(S, rS);
     for (int c = 0; c < walk().chunks; ++c, turn.next()) {
-      save_chunk_state(c, rS, S);
+      columns().save_chunk_state(c, rS, S);
       auto& stage = s.stage[turn.stage];
       const float* token = stage.token;
       const KeyTile k(stage.k);
@@ -496,7 +441,7 @@ struct WorkGroup {
       round_sums<kType, kKeySteps>(S, rS);
       arrive(s.free[turn.stage]);
     }
-    save_state(walk().chunks, true, S);
+    columns().save_state(walk().chunks, true, S);
   }
 
   // With 64 columns: the outputs.

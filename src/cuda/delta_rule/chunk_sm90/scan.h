@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
 #include "cuda/sm90/tensor_map.h"
@@ -22,6 +23,9 @@ struct ScanMaps {
 //
 //     {64 - 16 (block + 1), block, 16 block, item}      rows [16 block, +16): columns below 16 (block + 1), then zeros
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items);
+
+// What keeps the kernels of either direction from a problem: the device, or K and V; empty if nothing does.
+std::string declines_widths(const DeltaRuleSizes& sizes, int device);
 
 // Value columns of a block of a scan.
 int scan_columns(int64_t heads, int device);

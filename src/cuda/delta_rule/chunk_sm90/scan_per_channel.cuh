@@ -144,10 +144,27 @@ template <DType kType, int kGroups>
 struct ChannelStateGroup {
   const StateColumns<kGroups>& own;
   typename ChannelBlock<kGroups>::Shared& s;
+  const TensorMap& o_map;
+  bool leader;  // the thread that stores o
+
+  // o^T through shared memory to the rows of a chunk. The tile is free when the store before has read it.
+  __device__ __forceinline__ void store_outputs(const Fragments<kTokenSteps>& o, int c) const {
+    const ValueTile tile(s.o[own.group]);
+    if (leader) wait_stores_read<0>();
+    group_barrier(own.group);
+#pragma unroll
+    for (int m = 0; m < kTokenSteps; ++m) tile.store_c_transposed(16 * m, own.warp, own.lane, o[m]);
+    fence_async_proxy();
+    group_barrier(own.group);
+    if (leader && own.args.o.present()) {
+      const RowsPlace at = rows_of(own.args, own.walk, c, own.part.head);
+      store_box(o_map, {own.first_column(), at.head, at.missing, at.end, at.batch}, tile.panel(0));
+      commit_stores();
+    }
+  }
 
   // One part. S and O of a chunk are handed to the next one rounded, as in scan.cuh.
   __device__ __forceinline__ void run(typename ChannelBlock<kGroups>::Turns& turn) const {
-    const ChunkArgs& args = own.args;
     const Walk& walk = own.walk;
     const int warp = own.warp, lane = own.lane;
     StateSums S = {};
@@ -156,11 +173,7 @@ struct ChannelStateGroup {
     round_sums<kType, kKeySteps>(S, rS);
     Fragments<kTokenSteps> rO;
     for (int c = 0; c < walk.chunks; ++c, turn.next()) {
-      if (args.state_width > 0) {
-        own.save_rounded_state(c, rS);
-      } else if (args.chunk_states.present()) {
-        own.save_state(c, false, S);
-      }
+      own.save_chunk_state(c, rS, S);
       const int first = turn.read.at, at = turn.other.at;
       const KeyTile reader(s.read[first].reader), query(s.solve[at].query), writer(s.write[at].writer);
       const LowerTile J(s.solve[at].J), sP(s.write[at].sP);
@@ -170,7 +183,7 @@ struct ChannelStateGroup {
 #pragma unroll
       for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rS[m], reader.along_rows(0, m), m > 0);
       wgmma_commit();
-      if (c > 0) own.store_outputs(rO, c - 1);
+      if (c > 0) store_outputs(rO, c - 1);
       s.of_solve.filled[at].wait(turn.other.parity);
       wgmma_fence(O);
 #pragma unroll
@@ -204,7 +217,7 @@ struct ChannelStateGroup {
       round_sums<kType, kTokenSteps>(O, rO);
       release(s.of_write.free[at], lane);
     }
-    if (walk.chunks > 0) own.store_outputs(rO, walk.chunks - 1);
+    if (walk.chunks > 0) store_outputs(rO, walk.chunks - 1);
     own.save_state(walk.chunks, true, S);
   }
 };
@@ -234,9 +247,8 @@ __global__ void __launch_bounds__(ChannelBlock<kGroups>::kThreads, 1)
     const bool leader = threadIdx.x % kGroupThreads == 0;
     typename Shape::Turns turn;
     for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
-      const StateColumns<kGroups> own{
-          args, maps.o, part, walk, s.o[warp / 4], warp / 4, warp % 4, opaque_below<kWarpSize>(lane), leader};
-      ChannelStateGroup<kType, kGroups>{own, s}.run(turn);
+      const StateColumns<kGroups> own{args, part, walk, warp / 4, warp % 4, opaque_below<kWarpSize>(lane)};
+      ChannelStateGroup<kType, kGroups>{own, s, maps.o, leader}.run(turn);
     });
     if (leader) wait_stores_read<0>();
   }

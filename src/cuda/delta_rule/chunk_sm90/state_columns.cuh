@@ -1,5 +1,5 @@
-// What the scans of chunk_sm90 share: the parts of a block, the copies of operands, and a warpgroup's columns of the state
-// and of o on their way from and to memory.
+// What the scans of chunk_sm90 share: the parts of a block, the copies of operands, and a warpgroup's columns of the state on
+// their way from and to memory.
 #pragma once
 
 #include "cuda/common/warp.cuh"
@@ -131,12 +131,9 @@ __device__ __forceinline__ void group_barrier(int group) {
 template <int kGroups>
 struct StateColumns {
   const ChunkArgs& args;
-  const TensorMap& o_map;
   const ScanPart& part;
   const Walk& walk;
-  unsigned char* o_rows;  // a ValueTile
   int group, warp, lane;  // the warp within the warpgroup
-  bool leader;            // the thread that stores o
 
   __device__ __forceinline__ int first_column() const { return part.column + group * kGroupColumns; }
   __device__ __forceinline__ int column() const { return first_column() + 16 * warp; }
@@ -148,22 +145,6 @@ struct StateColumns {
     constexpr int kColumns = kGroups * kGroupColumns;
     return chunk_16bit::carried_at(args, states, part, walk, kColumns, kColumns * kWidth,
                                    static_cast<int>(threadIdx.x));
-  }
-
-  // o^T through shared memory to the rows of a chunk. The tile is free when the store before has read it.
-  __device__ __forceinline__ void store_outputs(const Fragments<kTokenSteps>& o, int c) const {
-    const ValueTile tile(o_rows);
-    if (leader) wait_stores_read<0>();
-    group_barrier(group);
-#pragma unroll
-    for (int m = 0; m < kTokenSteps; ++m) tile.store_c_transposed(16 * m, warp, lane, o[m]);
-    fence_async_proxy();
-    group_barrier(group);
-    if (leader && args.o.present()) {
-      const RowsPlace at = rows_of(args, walk, c, part.head);
-      store_box(o_map, {first_column(), at.head, at.missing, at.end, at.batch}, tile.panel(0));
-      commit_stores();
-    }
   }
 
   __device__ __forceinline__ void load_first_state(StateSums& S) const {
@@ -203,6 +184,15 @@ struct StateColumns {
         *reinterpret_cast<uint2*>(to + 16 * m + 8 * h * place.states.v_stride) =
             odd ? make_uint2(other, high) : make_uint2(low, other);
       }
+    }
+  }
+
+  // Where the states before chunks are wanted: from the sums, or from what was rounded of them.
+  __device__ __forceinline__ void save_chunk_state(int c, const Fragments<kKeySteps>& rS, StateSums& S) const {
+    if (args.state_width > 0) {
+      save_rounded_state(c, rS);
+    } else if (args.chunk_states.present()) {
+      save_state(c, false, S);
     }
   }
 };
