@@ -523,9 +523,7 @@ __global__ void __launch_bounds__(Block<kGroups, kMakesP>::kThreads, 1)
 template <DType kType, int kGroups, bool kMakesP>
 void launch_scan_of(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready, const Context& context) {
   using Shape = Block<kGroups, kMakesP>;
-  const DeltaRuleDeviceProblem& p = args.problem;
-  const int64_t ranges = (p.head_dim_v + Shape::kColumns - 1) / Shape::kColumns;
-  const auto parts = static_cast<unsigned>(p.sequences.count * p.num_value_heads * ranges);
+  const auto parts = static_cast<unsigned>(count_parts(args.problem, Shape::kColumns));
   launch<scan_kernel<kType, kGroups, kMakesP>>("delta_rule chunk_sm90 scan", context,
                                                {parts, Shape::kThreads, sizeof(typename Shape::Shared), true}, args,
                                                maps, ready);

@@ -257,9 +257,7 @@ __global__ void __launch_bounds__(BackBlock<kGroups>::kThreads, 1)
 template <DType kType, int kGroups>
 void launch_scan_back(const GradientArgs& args, const ScanBackMaps& maps, const Context& context) {
   using Shape = BackBlock<kGroups>;
-  const DeltaRuleDeviceProblem& p = args.chunk.problem;
-  const int64_t ranges = (p.head_dim_v + Shape::kColumns - 1) / Shape::kColumns;
-  const int64_t parts = p.sequences.count * p.num_value_heads * ranges;
+  const int64_t parts = count_parts(args.chunk.problem, Shape::kColumns);
   launch<scan_back_kernel<kType, kGroups>>("delta_rule chunk_sm90 scan back", context,
                                            {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads,
                                             sizeof(typename BackBlock<kGroups>::Shared), true},

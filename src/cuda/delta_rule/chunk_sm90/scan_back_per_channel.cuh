@@ -234,9 +234,7 @@ __global__ void __launch_bounds__(ChannelBackBlock<kGroups>::kThreads, 1)
 template <DType kType, int kGroups>
 void launch_channel_scan_back(const GradientArgs& args, const ChannelScanBackMaps& maps, const Context& context) {
   using Shape = ChannelBackBlock<kGroups>;
-  const DeltaRuleDeviceProblem& p = args.chunk.problem;
-  const int64_t ranges = (p.head_dim_v + Shape::kColumns - 1) / Shape::kColumns;
-  const int64_t parts = p.sequences.count * p.num_value_heads * ranges;
+  const int64_t parts = count_parts(args.chunk.problem, Shape::kColumns);
   launch<channel_scan_back_kernel<kType, kGroups>>(
       "delta_rule chunk_sm90 scan back per channel", context,
       {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},

@@ -257,9 +257,7 @@ __global__ void __launch_bounds__(ChannelBlock<kGroups>::kThreads, 1)
 template <DType kType, int kGroups>
 void launch_channel_scan(const ChunkArgs& args, const ChannelScanMaps& maps, const Context& context) {
   using Shape = ChannelBlock<kGroups>;
-  const DeltaRuleDeviceProblem& p = args.problem;
-  const int64_t ranges = (p.head_dim_v + Shape::kColumns - 1) / Shape::kColumns;
-  const int64_t parts = p.sequences.count * p.num_value_heads * ranges;
+  const int64_t parts = count_parts(args.problem, Shape::kColumns);
   launch<channel_scan_kernel<kType, kGroups>>(
       "delta_rule chunk_sm90 scan per channel", context,
       {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},

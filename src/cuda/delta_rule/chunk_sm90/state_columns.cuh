@@ -14,6 +14,11 @@ namespace {
 
 using chunk_16bit::Walk;
 
+// Parts of a scan: ranges of `columns` value columns of a (sequence, value head).
+inline int64_t count_parts(const DeltaRuleDeviceProblem& p, int columns) {
+  return p.sequences.count * p.num_value_heads * ((p.head_dim_v + columns - 1) / columns);
+}
+
 // body(part, walk) for the parts of this block of which anything is to be done in the window.
 template <class Body>
 __device__ __forceinline__ void for_each_part(const ChunkArgs& args, int64_t parts, int columns, const Body& body) {
