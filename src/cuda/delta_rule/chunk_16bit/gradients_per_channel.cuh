@@ -179,16 +179,15 @@ struct Gradients {
   __device__ __forceinline__ void run(const Item& item, Item& next) const {
     wait_copies<0>();
     __syncthreads();
-    if (threadIdx.x == 0) find_next<X::kColumns>(args.chunk, item, item.pair + gridDim.x, next);
+    if (threadIdx.x == 0) find_next<X::kColumns>(args.chunk, item, next_pair(args, item), next);
     make_sums(item);
     finish_tiles<kType>(args, item, s, thread_index());
     __syncthreads();
     finish(item, next);
   }
 
-  // A block takes every gridDim.x-th pair of a chunk and a key head.
   __device__ __forceinline__ void run_all() const {
-    if (threadIdx.x == 0) first_item<X::kColumns>(args.chunk, blockIdx.x, s.items[0]);
+    if (threadIdx.x == 0) first_item<X::kColumns>(args.chunk, first_pair(args), s.items[0]);
     __syncthreads();
     if (s.items[0].span.sequence < 0) return;
     const int thread = thread_index();
@@ -206,8 +205,9 @@ static_assert(sizeof(Shared<128>) <= (228 / 2 - 1) * 1024);
 template <DType kType, int kK>
 __global__ void __launch_bounds__(Shape<kK>::kThreads, Shape<kK>::kBlocksOfSM)
     channel_gradients_kernel(const __grid_constant__ GradientArgs args) {
-  wait_for_previous_kernels();
+  wait_unless_beside_next(args);
   Gradients<kType, kK>{args, dynamic_shared<Shared<kK>>()}.run_all();
+  wait_for_previous_kernels();
 }
 
 }  // namespace

@@ -28,6 +28,12 @@ int columns_of(const DeltaRuleBackwardProblem& problem) {
   return scan_columns(problem.sizes.num_sequences * problem.sizes.num_value_heads, problem.args.in.q.device.index);
 }
 
+int64_t scan_blocks(const DeltaRuleBackwardProblem& problem) {
+  const DeltaRuleSizes& sizes = problem.sizes;
+  const int columns = columns_of(problem);
+  return sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns);
+}
+
 TensorMap rows_of(const TensorView& x) {
   return x.present() ? token_map(x, kChunkRows, 64, Swizzle::k128) : TensorMap{};
 }
@@ -198,6 +204,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
     chunk_16bit::backward_in_windows(
         problem,
         {.ready_columns = 0,
+         .scan_blocks = scan_blocks(problem),
          .gradients_on_one = kChannelGradientsOnOne,
          .sums_keys = problem.sizes.group > 1,
          .scan_states = [&](const ChunkArgs& args) { scan_channel_states(problem, args, context); },
@@ -210,6 +217,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   chunk_16bit::backward_in_windows(
       problem,
       {.ready_columns = 0,
+       .scan_blocks = scan_blocks(problem),
        .gradients_on_one = 1,
        .sums_keys = false,
        .scan_states = [&](const ChunkArgs& args) { scan_states(problem, args, context); },

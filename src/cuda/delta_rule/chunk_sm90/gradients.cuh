@@ -152,7 +152,7 @@ struct Bringer {
   }
 
   __device__ __forceinline__ void run() const {
-    chunk_16bit::first_item<kWidth>(args.chunk, int64_t{blockIdx.x}, s.next[0]);
+    chunk_16bit::first_item<kWidth>(args.chunk, chunk_16bit::first_pair(args), s.next[0]);
     uint32_t keys = 0;
     for (uint32_t turn = 0;; ++turn) {
       const Item& item = s.next[turn % 2];
@@ -161,7 +161,7 @@ struct Bringer {
       bring_numbers(item, turn);
       if (!exists) return;
       bring_operands(item, turn);
-      chunk_16bit::find_next<kWidth>(args.chunk, item, item.pair + gridDim.x, s.next[(turn + 1) % 2]);
+      chunk_16bit::find_next<kWidth>(args.chunk, item, chunk_16bit::next_pair(args, item), s.next[(turn + 1) % 2]);
     }
   }
 };
@@ -627,7 +627,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     fence_barrier_init();
   }
   const auto thread = static_cast<int>(threadIdx.x);
-  wait_for_previous_kernels();
+  chunk_16bit::wait_unless_beside_next(args);
   __syncthreads();
   const int warp = uniform_warp(), lane = thread % kWarpSize;
   if (warp >= kWarps) {
@@ -639,6 +639,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     take_registers<kGradientRegisters>();
     GradientGroup<kType, kGrouped>{args, maps, s, warp / 4, warp % 4, lane, thread}.run();
   }
+  wait_for_previous_kernels();
 }
 
 }  // namespace
