@@ -226,9 +226,9 @@ TEST(Sm90Channels, TypeOfTheGatesChangesNoBit) {
   expect_same_bits(run_forward(same), run_forward(problem), "gates in fp32");
 }
 
-// Factors that the forward kept are those that the backward would make again.
-TEST(Sm90Channels, GradientsFromKeptFactors) {
-  DeltaRuleSpec spec = with_heads(wide(Gate::kPerChannel, 100), 1, 2);
+// Factors that the forward kept, of few heads or many, are those that the backward would make again.
+void expect_kept_factors(Gate gate, int64_t heads) {
+  DeltaRuleSpec spec = with_heads(wide(gate, 70), 1, heads);
   spec.options.qk_l2norm = true;
   const DeltaRuleCase problem = draw(spec, 20);
   const Context context = context_for("chunk_sm90"), back = context_for("chunk_16bit");
@@ -246,6 +246,10 @@ TEST(Sm90Channels, GradientsFromKeptFactors) {
   const DeltaRuleResults again = support::backward(problem, back);
   expect_same_bits(from_kept, again, "kept");
   expect_close(problem, again, support::backward(problem, reference_context()));
+}
+TEST(Sm90DeltaRuleForward, GradientsFromKeptFactors) {
+  expect_kept_factors(Gate::kPerHead, emulated() ? 3 : 67);
+  expect_kept_factors(Gate::kPerChannel, 2);
 }
 
 TEST(Sm90DeltaRuleForward, WhatItDeclines) {

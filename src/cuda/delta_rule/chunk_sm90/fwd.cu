@@ -42,10 +42,8 @@ int columns_of(const DeltaRuleForwardProblem& problem) {
   return scan_columns(heads_of(problem), problem.args.in.q.device.index);
 }
 
-// Who keeps the factors keeps sP among them; blocks of 64 columns would make it twice.
-bool leaves_sP_to_scan(const DeltaRuleForwardProblem& problem) {
-  return columns_of(problem) == kWidth && !problem.args.kept.present();
-}
+// Blocks of 64 columns would make it twice.
+bool leaves_sP_to_scan(const DeltaRuleForwardProblem& problem) { return columns_of(problem) == kWidth; }
 
 // Where a scan that makes sP leaves multiprocessors idle, it begins when so many factors are there that the others can be
 // made on those beside it: 0.38 ms instead of 0.43 with 96 heads of 8192 tokens on an H200. Scans with narrow blocks lose

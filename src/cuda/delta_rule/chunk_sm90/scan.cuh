@@ -16,8 +16,9 @@
 // With 64 columns there are few heads, and what counts is how long a chunk takes: one warpgroup does the three products
 // that the next chunk waits for, and hands S^T and R^T, rounded, through shared memory to another, which makes O.
 //
-// A third warpgroup brings the operands and stores o. With 128 columns it may also make sP (kMakesP): then the factors'
-// kernel does not read q, and memory, which bounds the scan of many heads, moves less.
+// The last warpgroup brings the operands and stores o. With 128 columns there may be one more that makes sP (kMakesP): then
+// the factors' kernel does not read q, and memory, which bounds the scan of many heads, moves less. What a caller keeps of the factors
+// for a backward is complete when the scan has stored sP and the numbers of q too.
 //
 // Rows beyond the tokens of a chunk are zeros in k, q and v, whatever lies behind them in memory (token_map), and so are
 // the blocks of J and sP above their diagonals (lower_map), which nobody wrote.
@@ -36,17 +37,19 @@ namespace {
 
 using chunk_16bit::kRowNumbers;
 
-// A block has two warpgroups that multiply and one more. kGroups of the two have the state.
+// A block has two warpgroups that multiply, one that makes sP if it is to be made, and one more. kGroups of the two have the
+// state.
 template <int kGroups, bool kMakesP>
 struct Block {
   static_assert(kGroups == 2 || (kGroups == 1 && !kMakesP));
   static constexpr bool kHasScores = kMakesP;
-  static constexpr int kWarps = 2 * kGroupWarps;  // that multiply
-  static constexpr int kThreads = 3 * kGroupThreads;
+  static constexpr int kWarps = 2 * kGroupWarps, kScoreWarps = kMakesP ? kGroupWarps : 0;
+  static constexpr int kThreads = (kMakesP ? 4 : 3) * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
-  // Three warpgroups share the registers evenly at first, 168 for a thread; for two of them there are enough.
-  static constexpr int kWorkRegisters = kMakesP ? 208 : 224, kOtherRegisters = kMakesP ? 88 : 56;
-  static_assert(2 * kWorkRegisters + kOtherRegisters <= 3 * 168);
+  // Warpgroups share the registers evenly at first, 128 or 168 for a thread; for two of them there are enough.
+  static constexpr int kWorkRegisters = kMakesP ? 208 : 224, kScoreRegisters = 72, kOtherRegisters = kMakesP ? 24 : 56;
+  static_assert(2 * kWorkRegisters + kOtherRegisters + (kMakesP ? kScoreRegisters : 0) <=
+                (kMakesP ? 4 * 128 : 3 * 168));
 
   // The operands of a chunk.
   struct alignas(1024) Stage {
@@ -174,34 +177,30 @@ struct StageScores {
   }
 };
 
-// The third warpgroup.
-template <DType kType, int kGroups, bool kMakesP>
-struct ServiceGroup {
-  using Shape = Block<kGroups, kMakesP>;
+// Warps 0 to 2 bring, one lane each; one of the last warp stores.
+template <class Shape>
+__device__ __forceinline__ void serve(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready,
+                                      typename Shape::Shared& s, int warp) {
+  constexpr int kShares = 3;
+  if (!elect_one()) return;
+  const int chunks = s.work.walk.chunks;
+  Turn turn;
+  if (warp < kShares) {
+    for (int c = 0; c < chunks; ++c) bring_share<Shape>(args, maps, ready, s, warp, c, turn);
+  } else {
+    for (int c = 0; c < chunks; ++c) store_output<Shape>(args, maps, s, c, turn);
+  }
+}
+
+// The warpgroup that makes sP
+// ----------------------------------------------------------------------------------------------------------
+
+template <DType kType, class Shape>
+struct ScoreGroup {
   const ChunkArgs& args;
   const ScanMaps& maps;
-  const uint32_t* ready;
   typename Shape::Shared& s;
   int warp, lane;  // within the warpgroup
-
-  // Warps 0 to 2 bring, one lane each; one of the last warp stores.
-  static constexpr int kShares = 3;
-  __device__ __forceinline__ void bring(int c, Turn& turn) const {
-    bring_share<Shape>(args, maps, ready, s, warp, c, turn);
-  }
-  __device__ __forceinline__ void store(int c, Turn& turn) const { store_output<Shape>(args, maps, s, c, turn); }
-
-  // Where nothing is made.
-  __device__ __forceinline__ void serve() const {
-    if (!elect_one()) return;
-    const int chunks = s.work.walk.chunks;
-    Turn turn;
-    if (warp < kShares) {
-      for (int c = 0; c < chunks; ++c) bring(c, turn);
-    } else {
-      for (int c = 0; c < chunks; ++c) store(c, turn);
-    }
-  }
 
   // Blocks above the diagonals of sP, once.
   __device__ __forceinline__ void clear_scores() const {
@@ -213,8 +212,17 @@ struct ServiceGroup {
     }
   }
 
-  // sP and the factor on q S of a chunk whose operands are there. Two turns use different squares.
-  __device__ __forceinline__ void make_scores(const Turn& turn) const {
+  // Whether the factors stay with the caller.
+  __device__ __forceinline__ bool keeps() const { return !args.factors_of_window; }
+
+  // The numbers of row i of q.
+  __device__ __forceinline__ void keep_numbers(int64_t item, int i, float on_read, float rstd) const {
+    args.factors.token[(item * kTokenFactors + kOnQueryRead) * kChunkRows + i] = on_read;
+    args.factors.row[(item * kRowNumbers + chunk_16bit::kRstdOfQ) * kChunkRows + i] = rstd;
+  }
+
+  // sP and the factor on q S of chunk c, whose operands are there. Two turns use different squares.
+  __device__ __forceinline__ void make_scores(int c, const Turn& turn) const {
     auto& stage = s.stage[turn.stage];
     const float *gamma = stage.row + chunk_16bit::kGamma * kChunkRows,
                 *rstd_k = stage.row + chunk_16bit::kRstdOfK * kChunkRows;
@@ -222,31 +230,30 @@ struct ServiceGroup {
     Gram qk;
     s.filled[turn.stage].wait(turn.parity);
     steps.multiply(stage.q, stage.k, qk);
+    if (keeps() && lane == 0) wait_stores_read<0>();  // of the warp's rows of sP, three chunks ago
     named_barrier<3>(kGroupThreads);
     steps.apply_decays(gamma, rstd_k, qk, StageScores<kType>{LowerTile(stage.sP), lane});
     const int i = kWarpSize * warp + lane;
-    if (i < kChunkRows) stage.token[kOnQueryRead * kChunkRows + i] = steps.queries.on_read(i, gamma[i]);
+    const int64_t item = args.factors_at(s.work.walk.first_chunk + c) + s.work.part.head;
+    if (i < kChunkRows) {
+      const float on_read = steps.queries.on_read(i, gamma[i]);
+      stage.token[kOnQueryRead * kChunkRows + i] = on_read;
+      if (keeps()) keep_numbers(item, i, on_read, steps.queries.rstd(i));
+    }
     fence_async_proxy();
     __syncwarp();
     if (lane == 0) s.made[turn.stage].arrive();
+    if (keeps() && lane == 0) {
+      store_lower_rows(stage.sP, maps.sP, warp, static_cast<int>(item));
+      commit_stores();
+    }
   }
 
-  // With sP. The operands of chunk c + 2 take the place of chunk c - 1.
-  __device__ __forceinline__ void serve_with_scores() const {
-    constexpr int kAhead = kStages - 1;
-    const int chunks = s.work.walk.chunks;
-    const bool chosen = elect_one(), brings = chosen && warp < kShares, stores = chosen && warp == kShares;
-    Turn turn, brought;
+  __device__ __forceinline__ void run() const {
+    Turn turn;
     clear_scores();
-    for (int c = 0; brings && c < min(chunks, kAhead); ++c) bring(c, brought);
-    __syncwarp();
-    for (int c = 0; c < chunks; ++c, turn.next()) {
-      make_scores(turn);
-      if (brings && c + kAhead < chunks) bring(c + kAhead, brought);
-      if (stores && c > 0) store(c - 1, turn);
-      __syncwarp();
-    }
-    if (stores && chunks > 0) store(chunks - 1, turn);
+    for (int c = 0; c < s.work.walk.chunks; ++c, turn.next()) make_scores(c, turn);
+    if (keeps() && lane == 0) wait_stores_read<0>();
   }
 };
 
@@ -496,15 +503,15 @@ __global__ void __launch_bounds__(Block<kGroups, kMakesP>::kThreads, 1)
   if (ready == nullptr) wait_for_previous_kernels();
   chunk_16bit::begin_work(args, blockIdx.x, args.problem.head_dim_v, Shape::kColumns, s.work);
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  if (warp >= Shape::kWarps) {
+  constexpr int kFirstServant = Shape::kWarps + Shape::kScoreWarps;
+  if (warp >= kFirstServant) {
     give_registers<Shape::kOtherRegisters>();
-    const ServiceGroup<kType, kGroups, kMakesP> service{args, maps, ready, s, warp - Shape::kWarps, lane};
-    if (s.work.walk.exists) {
-      if constexpr (kMakesP) {
-        service.serve_with_scores();
-      } else {
-        service.serve();
-      }
+    if (s.work.walk.exists) serve<Shape>(args, maps, ready, s, warp - kFirstServant);
+  } else if (kMakesP && warp >= Shape::kWarps) {
+    if constexpr (kMakesP) {
+      give_registers<Shape::kScoreRegisters>();
+      const ScoreGroup<kType, Shape> scores{args, maps, s, warp - Shape::kWarps, lane};
+      if (s.work.walk.exists) scores.run();
     }
   } else {
     take_registers<Shape::kWorkRegisters>();

@@ -97,6 +97,12 @@ __device__ __forceinline__ void load_lower(const void* memory, const TensorMap& 
   }
 }
 
+// Rows [16 block, +16) of one, without what is above the diagonal block; the caller commits.
+__device__ __forceinline__ void store_lower_rows(const void* memory, const TensorMap& map, int block, int item) {
+  store_box(map, {kChunkRows - 16 * (block + 1), block, 16 * block, item},
+            shared_address(memory) + static_cast<uint32_t>(block * kLowerBytes));
+}
+
 // [64 value columns x 64 tokens] and [64 value columns x K], as C tiles of a warp's 16 columns.
 using TokenSums = float[kTokenTiles][4];
 using StateSums = float[kKeyTiles][4];
