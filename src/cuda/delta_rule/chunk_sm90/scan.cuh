@@ -17,8 +17,8 @@
 // that the next chunk waits for, and hands S^T and R^T, rounded, through shared memory to another, which makes O.
 //
 // The last warpgroup brings the operands and stores o. With 128 columns there may be one more that makes sP (kMakesP): then
-// the factors' kernel does not read q, and memory, which bounds the scan of many heads, moves less. What a caller keeps of the factors
-// for a backward is complete when the scan has stored sP and the numbers of q too.
+// the factors' kernel does not read q, and memory, which bounds the scan of many heads, moves less. What a caller keeps of
+// the factors for a backward is complete when the scan has stored sP and the numbers of q too.
 //
 // Rows beyond the tokens of a chunk are zeros in k, q and v, whatever lies behind them in memory (token_map), and so are
 // the blocks of J and sP above their diagonals (lower_map), which nobody wrote.

@@ -2,7 +2,8 @@
 // ../chunk_16bit/gradient.cuh for the equations. What it reads and writes is what the scan back of chunk_16bit does.
 //
 // The mirror of scan.cuh: G^T [columns x K] stays in the registers of two warpgroups, or one, 64 columns each. One more warp
-// brings the operands by TMA, and one for each warpgroup stores what it leaves. A warpgroup goes through a chunk with five groups of products:
+// brings the operands by TMA, and one for each warpgroup stores what it leaves. A warpgroup goes through a chunk with five
+// groups of products:
 //
 //     X = G^T k^T                              while it runs, G leaves, rounded
 //     D = d_o^T sP
