@@ -1,8 +1,8 @@
 // The scan from the last chunk of a sequence to the first on Hopper, for one decay per head or none and K, V <= 128. See
 // ../chunk_16bit/gradient.cuh for the equations. What it reads and writes is what the scan back of chunk_16bit does.
 //
-// The mirror of scan.cuh: G^T [columns x K] stays in the registers of two warpgroups, or one, 64 columns each. One more warp
-// brings the operands by TMA, and one for each warpgroup stores what it leaves. A warpgroup goes through a chunk with five
+// The mirror of scan.cuh: G^T [columns x K] stays in the registers of two warpgroups, or one, 64 columns each. Two more warps
+// bring the operands by TMA, and one for each warpgroup stores what it leaves. A warpgroup goes through a chunk with five
 // groups of products:
 //
 //     X = G^T k^T                              while it runs, G leaves, rounded
@@ -77,34 +77,55 @@ struct BackTurn {
   }
 };
 
+// The warps that bring the operands, by one lane each: one the rows of tokens, which announces all operands of a stage, the
+// other what belongs to pairs of a chunk and a head.
 template <int kGroups>
-__device__ __forceinline__ void bring_back_operands(const ChunkArgs& args, const ScanBackMaps& maps, int64_t parts,
-                                                    typename BackBlock<kGroups>::Shared& s) {
-  BackTurn turn;
-  for_each_part(args, parts, BackBlock<kGroups>::kColumns, [&](const ScanPart& part, const Walk& walk) {
-    for (int c = walk.chunks - 1; c >= 0; --c, turn.next()) {
-      const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
-      const RowsPlace keys = rows_of(args, walk, c, part.key_head), values = rows_of(args, walk, c, part.head);
-      auto& stage = s.stage[turn.all.at];
-      TransactionBarrier& filled = s.filled[turn.all.at];
-      s.free[turn.all.at].wait(turn.all.parity ^ 1);
-      filled.arrive_expecting(BackBlock<kGroups>::kStageBytes);
-      load_panels(KeyTile(stage.k), maps.k, 0, keys, filled);
+struct BackBringer {
+  using Shape = BackBlock<kGroups>;
+  const ChunkArgs& args;
+  const ScanBackMaps& maps;
+  typename Shape::Shared& s;
+
+  __device__ __forceinline__ void bring_rows(const ScanPart& part, const Walk& walk, int c, int at) const {
+    const RowsPlace keys = rows_of(args, walk, c, part.key_head), values = rows_of(args, walk, c, part.head);
+    auto& stage = s.stage[at];
+    TransactionBarrier& filled = s.filled[at];
+    filled.arrive_expecting(Shape::kStageBytes);
+    load_panels(KeyTile(stage.k), maps.k, 0, keys, filled);
 #pragma unroll
-      for (int i = 0; i < kGroups; ++i) {
-        load_panels(ValueTile(stage.d_o[i]), maps.d_o, part.column + i * kGroupColumns, values, filled);
-      }
-      load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows,
-                 sizeof(stage.token), filled);
-      load_bytes(shared_address(s.total[turn.all.at]), args.factors.total + item * 4, kTotalBytes, filled);
-      load_lower(stage.J, maps.J, static_cast<int>(item), filled);
-      load_panels(KeyTile(stage.q), maps.q, 0, keys, filled);
-      s.sP_free[turn.sP.at].wait(turn.sP.parity ^ 1);
-      s.sP_filled[turn.sP.at].arrive_expecting(LowerTile::kBytes);
-      load_lower(s.sP[turn.sP.at], maps.sP, static_cast<int>(item), s.sP_filled[turn.sP.at]);
+    for (int i = 0; i < kGroups; ++i) {
+      load_panels(ValueTile(stage.d_o[i]), maps.d_o, part.column + i * kGroupColumns, values, filled);
     }
-  });
-}
+    load_panels(KeyTile(stage.q), maps.q, 0, keys, filled);
+  }
+
+  __device__ __forceinline__ void bring_factors(int64_t item, int at, const RingTurn<kPairStages>& sP) const {
+    auto& stage = s.stage[at];
+    TransactionBarrier& filled = s.filled[at];
+    load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows, sizeof(stage.token),
+               filled);
+    load_bytes(shared_address(s.total[at]), args.factors.total + item * 4, kTotalBytes, filled);
+    load_lower(stage.J, maps.J, static_cast<int>(item), filled);
+    s.sP_free[sP.at].wait(sP.parity ^ 1);
+    s.sP_filled[sP.at].arrive_expecting(LowerTile::kBytes);
+    load_lower(s.sP[sP.at], maps.sP, static_cast<int>(item), s.sP_filled[sP.at]);
+  }
+
+  __device__ __forceinline__ void run(int64_t parts, bool rows) const {
+    BackTurn turn;
+    for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
+      for (int c = walk.chunks - 1; c >= 0; --c, turn.next()) {
+        const int at = turn.all.at;
+        s.free[at].wait(turn.all.parity ^ 1);
+        if (rows) {
+          bring_rows(part, walk, c, at);
+        } else {
+          bring_factors(args.factors_at(walk.first_chunk + c) + part.head, at, turn.sP);
+        }
+      }
+    });
+  }
+};
 
 // A pair of 16-bit numbers of two tokens times their factors.
 template <DType kType>
@@ -241,7 +262,7 @@ __global__ void __launch_bounds__(BackBlock<kGroups>::kThreads, 1)
   if (warp >= Shape::kStateWarps) {
     if constexpr (kGroups == 2) give_registers<Shape::kOtherRegisters>();
     const int role = warp - Shape::kStateWarps;
-    if (role == 0 && elect_one()) bring_back_operands<kGroups>(args.chunk, maps, parts, s);
+    if (role % 3 == 0 && elect_one()) BackBringer<kGroups>{args.chunk, maps, s}.run(parts, role == 0);
     if (role >= 1 && role <= kGroups && elect_one()) {
       BackStorer<kGroups, ScanBackMaps, typename BackBlock<kGroups>::Shared>{args, maps, s, role - 1}.run(parts);
     }

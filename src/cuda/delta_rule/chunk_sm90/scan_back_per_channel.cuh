@@ -26,8 +26,8 @@
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
-// A block has kGroups warpgroups of the state, and one more: a warp that brings operands, and one for each warpgroup that
-// stores what it leaves.
+// A block has kGroups warpgroups of the state, and one more: its first and last warps bring operands, and one between them for
+// each warpgroup stores what it leaves.
 template <int kGroups>
 struct ChannelBackBlock {
   static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
@@ -71,40 +71,54 @@ struct ChannelBackBlock {
   };
 };
 
+// The warps that bring the operands, by one lane each: one for either ring.
 template <int kGroups>
-__device__ __forceinline__ void bring_channel_back_operands(const ChunkArgs& args, const ChannelScanBackMaps& maps,
-                                                            int64_t parts,
-                                                            typename ChannelBackBlock<kGroups>::Shared& s) {
+struct ChannelBackBringer {
   using Shape = ChannelBackBlock<kGroups>;
-  RingTurn<Shape::kDepth> turn;
-  for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
-    for (int c = walk.chunks - 1; c >= 0; --c, turn.next()) {
-      const int item = static_cast<int>(args.factors_at(walk.first_chunk + c) + part.head);
-      const int at = turn.at;
-      {
-        TransactionBarrier& filled = s.of_write.filled[at];
-        s.of_write.free[at].wait(turn.parity ^ 1);
-        filled.arrive_expecting(sizeof(typename Shape::Write));
-        load_copy(s.write[at].writer, maps.keys, kWriter, item, filled);
-        const RowsPlace values = rows_of(args, walk, c, part.head);
+  using Turn = RingTurn<Shape::kDepth>;
+  const ChunkArgs& args;
+  const ChannelScanBackMaps& maps;
+  typename Shape::Shared& s;
+
+  __device__ __forceinline__ void bring_write(int item, int column, const RowsPlace& values, const Turn& turn) const {
+    const int at = turn.at;
+    TransactionBarrier& filled = s.of_write.filled[at];
+    s.of_write.free[at].wait(turn.parity ^ 1);
+    filled.arrive_expecting(sizeof(typename Shape::Write));
+    load_copy(s.write[at].writer, maps.keys, kWriter, item, filled);
 #pragma unroll
-        for (int i = 0; i < kGroups; ++i) {
-          load_panels(ValueTile(s.write[at].d_o[i]), maps.d_o, part.column + i * kGroupColumns, values, filled);
-        }
-        load_lower(s.write[at].sP, maps.sP, item, filled);
-      }
-      TransactionBarrier& filled = s.of_read.filled[at];
-      s.of_read.free[at].wait(turn.parity ^ 1);
-      filled.arrive_expecting(sizeof(typename Shape::Read) + Shape::kBetaBytes + Shape::kTotalBytes);
-      load_lower(s.read[at].J, maps.J, item, filled);
-      load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * kWidth, Shape::kTotalBytes, filled);
-      load_bytes(shared_address(s.beta[at]), args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes,
-                 filled);
-      load_copy(s.read[at].query, maps.keys, kQuery, item, filled);
-      load_copy(s.read[at].reader, maps.keys, kReader, item, filled);
+    for (int i = 0; i < kGroups; ++i) {
+      load_panels(ValueTile(s.write[at].d_o[i]), maps.d_o, column + i * kGroupColumns, values, filled);
     }
-  });
-}
+    load_lower(s.write[at].sP, maps.sP, item, filled);
+  }
+
+  __device__ __forceinline__ void bring_read(int item, const Turn& turn) const {
+    const int at = turn.at;
+    TransactionBarrier& filled = s.of_read.filled[at];
+    s.of_read.free[at].wait(turn.parity ^ 1);
+    filled.arrive_expecting(sizeof(typename Shape::Read) + Shape::kBetaBytes + Shape::kTotalBytes);
+    load_lower(s.read[at].J, maps.J, item, filled);
+    load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * kWidth, Shape::kTotalBytes, filled);
+    load_bytes(shared_address(s.beta[at]), args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes, filled);
+    load_copy(s.read[at].query, maps.keys, kQuery, item, filled);
+    load_copy(s.read[at].reader, maps.keys, kReader, item, filled);
+  }
+
+  __device__ __forceinline__ void run(int64_t parts, bool writes) const {
+    Turn turn;
+    for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
+      for (int c = walk.chunks - 1; c >= 0; --c, turn.next()) {
+        const int item = static_cast<int>(args.factors_at(walk.first_chunk + c) + part.head);
+        if (writes) {
+          bring_write(item, part.column, rows_of(args, walk, c, part.head), turn);
+        } else {
+          bring_read(item, turn);
+        }
+      }
+    });
+  }
+};
 
 template <DType kType, int kGroups>
 struct ChannelBackGroup {
@@ -217,7 +231,7 @@ __global__ void __launch_bounds__(ChannelBackBlock<kGroups>::kThreads, 1)
   if (warp >= Shape::kStateWarps) {
     if constexpr (kGroups == 2) give_registers<Shape::kOtherRegisters>();
     const int role = warp - Shape::kStateWarps;
-    if (role == 0 && elect_one()) bring_channel_back_operands<kGroups>(args.chunk, maps, parts, s);
+    if (role % 3 == 0 && elect_one()) ChannelBackBringer<kGroups>{args.chunk, maps, s}.run(parts, role == 0);
     if (role >= 1 && role <= kGroups && elect_one()) {
       BackStorer<kGroups, ChannelScanBackMaps, typename Shape::Shared>{args, maps, s, role - 1}.run(parts);
     }

@@ -27,7 +27,7 @@
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
-// A block has kGroups warpgroups of the state, and one more, of which one warp has work.
+// A block has kGroups warpgroups of the state, and one more, of which three warps have work.
 template <int kGroups>
 struct ChannelBlock {
   static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
@@ -70,52 +70,67 @@ struct ChannelBlock {
   };
 };
 
-// The warp that brings the operands, by one lane
+// The warps that bring the operands, by one lane each: a ring for every one. One thread for all would take as long to start
+// the copies of a chunk as the others take for its products.
 // ------------------------------------------------------------------------------------
 
 template <int kGroups>
-__device__ __forceinline__ void bring_channel_operands(const ChunkArgs& args, const ChannelScanMaps& maps,
-                                                       int64_t parts, typename ChannelBlock<kGroups>::Shared& s) {
+struct ChannelBringer {
   using Shape = ChannelBlock<kGroups>;
-  typename Shape::Turns turn;
-  for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
-    for (int c = 0; c < walk.chunks; ++c, turn.next()) {
-      const int item = static_cast<int>(args.factors_at(walk.first_chunk + c) + part.head);
-      const RowsPlace values = rows_of(args, walk, c, part.head);
-      {
-        const int at = turn.read.at;
-        TransactionBarrier& filled = s.of_read.filled[at];
-        s.of_read.free[at].wait(turn.read.parity ^ 1);
-        filled.arrive_expecting(sizeof(typename Shape::Read) + Shape::kBetaBytes);
-        load_copy(s.read[at].reader, maps.keys, kReader, item, filled);
+  static constexpr int kRings = 3;
+  const ChunkArgs& args;
+  const ChannelScanMaps& maps;
+  typename Shape::Shared& s;
+
+  __device__ __forceinline__ void bring_read(int item, int column, const RowsPlace& values,
+                                             const RingTurn<Shape::kReadDepth>& turn) const {
+    const int at = turn.at;
+    TransactionBarrier& filled = s.of_read.filled[at];
+    s.of_read.free[at].wait(turn.parity ^ 1);
+    filled.arrive_expecting(sizeof(typename Shape::Read) + Shape::kBetaBytes);
+    load_copy(s.read[at].reader, maps.keys, kReader, item, filled);
 #pragma unroll
-        for (int i = 0; i < kGroups; ++i) {
-          load_panels(ValueTile(s.read[at].v[i]), maps.v, part.column + i * kGroupColumns, values, filled);
-        }
-        load_bytes(shared_address(s.beta[at]), args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes,
-                   filled);
-      }
-      const int at = turn.other.at;
-      const uint32_t parity = turn.other.parity ^ 1;
-      {
-        TransactionBarrier& filled = s.of_solve.filled[at];
-        s.of_solve.free[at].wait(parity);
-        filled.arrive_expecting(sizeof(typename Shape::Solve));
-        load_copy(s.solve[at].query, maps.keys, kQuery, item, filled);
-        load_lower(s.solve[at].J, maps.J, item, filled);
-      }
-      {
-        TransactionBarrier& filled = s.of_write.filled[at];
-        s.of_write.free[at].wait(parity);
-        filled.arrive_expecting(sizeof(typename Shape::Write) + Shape::kTotalBytes);
-        load_copy(s.write[at].writer, maps.keys, kWriter, item, filled);
-        load_lower(s.write[at].sP, maps.sP, item, filled);
-        load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * kWidth, Shape::kTotalBytes,
-                   filled);
-      }
+    for (int i = 0; i < kGroups; ++i) {
+      load_panels(ValueTile(s.read[at].v[i]), maps.v, column + i * kGroupColumns, values, filled);
     }
-  });
-}
+    load_bytes(shared_address(s.beta[at]), args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes, filled);
+  }
+
+  __device__ __forceinline__ void bring_solve(int item, const RingTurn<Shape::kDepth>& turn) const {
+    const int at = turn.at;
+    TransactionBarrier& filled = s.of_solve.filled[at];
+    s.of_solve.free[at].wait(turn.parity ^ 1);
+    filled.arrive_expecting(sizeof(typename Shape::Solve));
+    load_copy(s.solve[at].query, maps.keys, kQuery, item, filled);
+    load_lower(s.solve[at].J, maps.J, item, filled);
+  }
+
+  __device__ __forceinline__ void bring_write(int item, const RingTurn<Shape::kDepth>& turn) const {
+    const int at = turn.at;
+    TransactionBarrier& filled = s.of_write.filled[at];
+    s.of_write.free[at].wait(turn.parity ^ 1);
+    filled.arrive_expecting(sizeof(typename Shape::Write) + Shape::kTotalBytes);
+    load_copy(s.write[at].writer, maps.keys, kWriter, item, filled);
+    load_lower(s.write[at].sP, maps.sP, item, filled);
+    load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * kWidth, Shape::kTotalBytes, filled);
+  }
+
+  __device__ __forceinline__ void run(int64_t parts, int ring) const {
+    typename Shape::Turns turn;
+    for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
+      for (int c = 0; c < walk.chunks; ++c, turn.next()) {
+        const int item = static_cast<int>(args.factors_at(walk.first_chunk + c) + part.head);
+        if (ring == 0) {
+          bring_read(item, part.column, rows_of(args, walk, c, part.head), turn.read);
+        } else if (ring == 1) {
+          bring_solve(item, turn.other);
+        } else {
+          bring_write(item, turn.other);
+        }
+      }
+    });
+  }
+};
 
 // A warpgroup of the state
 // ----------------------------------------------------------------------------------------------------------
@@ -241,7 +256,10 @@ __global__ void __launch_bounds__(ChannelBlock<kGroups>::kThreads, 1)
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
     if constexpr (kGroups == 2) give_registers<Shape::kOtherRegisters>();
-    if (warp == Shape::kStateWarps && elect_one()) bring_channel_operands<kGroups>(args, maps, parts, s);
+    const int ring = warp - Shape::kStateWarps;
+    if (ring < ChannelBringer<kGroups>::kRings && elect_one()) {
+      ChannelBringer<kGroups>{args, maps, s}.run(parts, ring);
+    }
   } else {
     if constexpr (kGroups == 2) take_registers<Shape::kStateRegisters>();
     const bool leader = threadIdx.x % kGroupThreads == 0;
