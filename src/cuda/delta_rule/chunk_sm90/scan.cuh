@@ -1,4 +1,4 @@
-// The scan over the chunks of a sequence on Hopper, for one decay per head or none and K, V <= 128. See ../chunk.cuh for
+// The scan over the chunks of a sequence on Hopper, for one decay per head or none, K <= 128 and any V. See ../chunk.cuh for
 // the equations; the factors: factors.cu.
 //
 // A block has 128 value columns of one (sequence, value head) or, where that leaves multiprocessors idle, 64. As in
@@ -16,8 +16,12 @@
 // With 64 columns there are few heads, and what counts is how long a chunk takes: one warpgroup does the three products
 // that the next chunk waits for, and hands S^T and R^T, rounded, through shared memory to another, which makes O.
 //
-// A third warpgroup brings the operands and stores o. With 128 columns it may also make sP (kMakesP): then the factors'
-// kernel does not read q, and memory, which bounds the scan of many heads, moves less.
+// With K <= 64 the state takes half of the registers and the operands half of the shared memory: a block has 64 columns, of
+// which one warpgroup makes S and O as above, and two blocks are on a multiprocessor. While one waits for a product that its
+// next one needs, the other multiplies; and they need not be of one length.
+//
+// One more warpgroup brings the operands and stores o. Where no head has two blocks it may also make sP (kMakesP): then the
+// factors' kernel does not read q, and memory, which bounds the scan of many heads, moves less.
 //
 // Rows beyond the tokens of a chunk are zeros in k, q and v, whatever lies behind them in memory (token_map), and so are
 // the blocks of J and sP above their diagonals (lower_map), which nobody wrote.
@@ -36,33 +40,39 @@ namespace {
 
 using chunk_16bit::kRowNumbers;
 
-// A block has two warpgroups that multiply and one more. kGroups of the two have the state.
-template <int kGroups, bool kMakesP>
+// A block has warpgroups that multiply, kGroups of which have the state, and one more.
+template <int kK, int kGroups, bool kMakesP>
 struct Block {
-  static_assert(kGroups == 2 || (kGroups == 1 && !kMakesP));
+  static constexpr int kWidth = kK, kStages = scan_stages(kK);
   static constexpr bool kHasScores = kMakesP;
-  static constexpr int kWarps = 2 * kGroupWarps;  // that multiply
-  static constexpr int kThreads = 3 * kGroupThreads;
+  static constexpr bool kSplit = kK == 128 && kGroups == 1;  // one warpgroup makes S, another O
+  static_assert(kK == 128 || kGroups == 1);
+  static_assert(!(kSplit && kMakesP));
+  static constexpr int kWorkGroups = kSplit ? 2 : kGroups, kWarps = kWorkGroups * kGroupWarps;  // that multiply
+  static constexpr int kThreads = (kWorkGroups + 1) * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
-  // Three warpgroups share the registers evenly at first, 168 for a thread; for two of them there are enough.
-  static constexpr int kWorkRegisters = kMakesP ? 208 : 224, kOtherRegisters = kMakesP ? 88 : 56;
-  static_assert(2 * kWorkRegisters + kOtherRegisters <= 3 * 168);
+  static constexpr int kBlocksOnOne = kK == 64 ? 2 : 1;  // multiprocessor
+  // All warpgroups share the registers evenly at first, 168 or 128 for a thread; for one of them fewer are enough.
+  static constexpr int kEvenRegisters = kK == 64 ? 128 : 168;
+  static constexpr int kOtherRegisters = kMakesP ? 88 : 56;
+  static constexpr int kWorkRegisters =
+      (kEvenRegisters + (kEvenRegisters - kOtherRegisters) / kWorkGroups) / 8 * 8;
 
   // The operands of a chunk.
   struct alignas(1024) Stage {
-    unsigned char k[KeyTile::kBytes], q[KeyTile::kBytes], v[kGroups][ValueTile::kBytes];
+    unsigned char k[KeyTile<kK>::kBytes], q[KeyTile<kK>::kBytes], v[kGroups][ValueTile::kBytes];
     unsigned char J[LowerTile::kBytes], sP[LowerTile::kBytes];
     float token[kTokenFactors * kChunkRows];
     float row[kRowNumbers * kChunkRows];  // where sP is made
   };
-  static constexpr uint32_t kStageBytes = 2 * KeyTile::kBytes + kGroups * ValueTile::kBytes + LowerTile::kBytes +
+  static constexpr uint32_t kStageBytes = 2 * KeyTile<kK>::kBytes + kGroups * ValueTile::kBytes + LowerTile::kBytes +
                                           sizeof(Stage::token) + kTotalBytes +
                                           (kMakesP ? sizeof(Stage::row) : LowerTile::kBytes);
 
   // What one warpgroup hands to the other, if it does; `there` and `taken` are phases of every chunk.
   template <class Tile>
   struct alignas(1024) Handed {
-    unsigned char tile[kGroups == 1 ? Tile::kBytes : 1024];
+    unsigned char tile[kSplit ? Tile::kBytes : 1024];
     TransactionBarrier there, taken;
   };
 
@@ -71,16 +81,18 @@ struct Block {
     Stage stage[kStages];
     unsigned char o[kGroups][ValueTile::kBytes];
     TransactionBarrier o_there, o_taken;
-    Handed<StateTile> S;
+    Handed<StateTile<kK>> S;
     Handed<WritesTile> R;
     float total[kStages][4];
     QuerySquares squares[kMakesP ? 2 : 1];
     TransactionBarrier filled[kStages], made[kStages], free[kStages];
     chunk_16bit::BlockWork work;
   };
+  static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 };
 
 // Where a block is in the ring of stages.
+template <int kStages>
 struct Turn {
   int stage = 0;
   uint32_t parity = 0;
@@ -110,7 +122,8 @@ __device__ __forceinline__ void wait_for_factors(const uint32_t* ready, int64_t 
 // thread as long as a chunk takes the others. The first announces them all.
 template <class Shape>
 __device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready,
-                                            typename Shape::Shared& s, int share, int c, Turn& turn) {
+                                            typename Shape::Shared& s, int share, int c,
+                                            Turn<Shape::kStages>& turn) {
   const auto& [part, walk] = s.work;
   const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
   const RowsPlace rows = rows_of(args, walk, c, share == 0 ? part.key_head : part.head);
@@ -122,8 +135,9 @@ __device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMap
   turn.next();
   if (share == 0) {
     filled.arrive_expecting(Shape::kStageBytes);
-    load_panels(KeyTile(stage.k), maps.k, 0, rows, filled);
-    load_panels(KeyTile(stage.q), maps.q, 0, rows, filled);
+    using Tile = KeyTile<Shape::kWidth>;
+    load_panels(Tile(stage.k), maps.k, 0, rows, filled);
+    load_panels(Tile(stage.q), maps.q, 0, rows, filled);
   } else if (share == 1) {
 #pragma unroll
     for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
@@ -145,7 +159,7 @@ __device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMap
 // The outputs of chunk c from shared memory to its rows.
 template <class Shape>
 __device__ __forceinline__ void store_output(const ChunkArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
-                                             int c, Turn& turn) {
+                                             int c, Turn<Shape::kStages>& turn) {
   const auto& [part, walk] = s.work;
   const RowsPlace at = rows_of(args, walk, c, part.head);
   s.o_there.wait(turn.outputs);
@@ -174,10 +188,10 @@ struct StageScores {
   }
 };
 
-// The third warpgroup.
-template <DType kType, int kGroups, bool kMakesP>
+// The last warpgroup.
+template <DType kType, class Shape>
 struct ServiceGroup {
-  using Shape = Block<kGroups, kMakesP>;
+  using Turn = chunk_sm90::Turn<Shape::kStages>;
   const ChunkArgs& args;
   const ScanMaps& maps;
   const uint32_t* ready;
@@ -218,7 +232,7 @@ struct ServiceGroup {
     auto& stage = s.stage[turn.stage];
     const float *gamma = stage.row + chunk_16bit::kGamma * kChunkRows,
                 *rstd_k = stage.row + chunk_16bit::kRstdOfK * kChunkRows;
-    const ScoreSteps<kType> steps{{args.problem, s.squares[turn.odd], warp, lane}};
+    const ScoreSteps<kType, Shape::kWidth> steps{{args.problem, s.squares[turn.odd], warp, lane}};
     Gram qk;
     s.filled[turn.stage].wait(turn.parity);
     steps.multiply(stage.q, stage.k, qk);
@@ -231,9 +245,9 @@ struct ServiceGroup {
     if (lane == 0) s.made[turn.stage].arrive();
   }
 
-  // With sP. The operands of chunk c + 2 take the place of chunk c - 1.
+  // With sP. The operands of chunk c + kAhead take the place of chunk c - 1.
   __device__ __forceinline__ void serve_with_scores() const {
-    constexpr int kAhead = kStages - 1;
+    constexpr int kAhead = Shape::kStages - 1;
     const int chunks = s.work.walk.chunks;
     const bool chosen = elect_one(), brings = chosen && warp < kShares, stores = chosen && warp == kShares;
     Turn turn, brought;
@@ -263,9 +277,12 @@ __device__ __forceinline__ void round_write(int m, float2 w_low, float2 w_high, 
 }
 
 // A warpgroup that multiplies.
-template <DType kType, int kGroups, bool kMakesP>
+template <DType kType, class Shape>
 struct WorkGroup {
-  using Shape = Block<kGroups, kMakesP>;
+  static constexpr int kK = Shape::kWidth, kGroups = Shape::kColumns / kGroupColumns;
+  using Turn = chunk_sm90::Turn<Shape::kStages>;
+  using Keys = KeyTile<kK>;
+  using StateRows = Fragments<kKeySteps<kK>>;
   const ChunkArgs& args;
   typename Shape::Shared& s;
   int group, warp, lane;  // the warp within the warpgroup
@@ -275,7 +292,7 @@ struct WorkGroup {
 
   // Which 64 columns of the block.
   __device__ __forceinline__ int range() const { return kGroups == 2 ? group : 0; }
-  __device__ __forceinline__ StateColumns<kGroups> columns() const {
+  __device__ __forceinline__ StateColumns<kK, kGroups> columns() const {
     return {args, part(), walk(), range(), warp, lane};
   }
 
@@ -296,31 +313,31 @@ struct WorkGroup {
     if (lane == 0) barrier.arrive();
   }
 
-  // With 128 columns. S and O of a chunk are handed to the next one rounded: ptxas lets no sums pass from one
+  // S and O by one warpgroup. S and O of a chunk are handed to the next one rounded: ptxas lets no sums pass from one
   // turn of the loop to the next beside a product on its way.
   __device__ __forceinline__ void run() const {
     Turn turn;
-    StateSums S = {};
+    StateSums<kK> S = {};
     columns().load_first_state(S);
-    Fragments<kKeySteps> rS;
-    round_sums<kType, kKeySteps>(S, rS);
+    StateRows rS;
+    round_sums<kType, kKeySteps<kK>>(S, rS);
     Fragments<kTokenSteps> rO;
     for (int c = 0; c < walk().chunks; ++c, turn.next()) {
       columns().save_chunk_state(c, rS, S);
       auto& stage = s.stage[turn.stage];
       const float* token = stage.token;
-      const KeyTile k(stage.k), q(stage.q);
+      const Keys k(stage.k), q(stage.q);
       const LowerTile J(stage.J), sP(stage.sP);
       TokenSums X, O;
       s.filled[turn.stage].wait(turn.parity);
       wgmma_fence(X, rS);
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
+      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
       wgmma_commit();
       if (c > 0) give_outputs(rO, turn);
       wgmma_fence(O);
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
+      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
       wgmma_commit();
       wgmma_wait<1>(X);
       Fragments<kTokenSteps> bD, R, wR;
@@ -344,16 +361,16 @@ struct WorkGroup {
       }
       wgmma_fence(S, wR);
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kWidth>(S, wR[m], k.along_columns(0, m));
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kK>(S, wR[m], k.along_columns(0, m));
       wgmma_commit();
-      if constexpr (kMakesP) s.made[turn.stage].wait(turn.parity);
+      if constexpr (Shape::kHasScores) s.made[turn.stage].wait(turn.parity);
       scale_outputs(token, O);
       wgmma_fence(O, R);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
       wgmma_commit();
       wgmma_wait<1>(S);
-      round_sums<kType, kKeySteps>(S, rS);
+      round_sums<kType, kKeySteps<kK>>(S, rS);
       wgmma_wait<0>(O);
       round_sums<kType, kTokenSteps>(O, rO);
       arrive(s.free[turn.stage]);
@@ -362,10 +379,10 @@ struct WorkGroup {
     columns().save_state(walk().chunks, true, S);
   }
 
-  __device__ __forceinline__ void scale_state(const Turn& turn, StateSums& S) const {
+  __device__ __forceinline__ void scale_state(const Turn& turn, StateSums<kK>& S) const {
     const float total = s.total[turn.stage][0];
 #pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n) scale_tile({total, total}, S[n], S[n]);
+    for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile({total, total}, S[n], S[n]);
   }
   __device__ __forceinline__ void scale_outputs(const float* token, TokenSums& O) const {
 #pragma unroll
@@ -390,30 +407,30 @@ struct WorkGroup {
     arrive(handed.taken);
   }
 
-  // With 64 columns: the products of the state. A product begins with the first 16 tokens of its left operand,
+  // Apart: the products of the state. A product begins with the first 16 tokens of its left operand,
   // while the next ones are rounded.
   __device__ __forceinline__ void run_state() const {
     Turn turn;
-    StateSums S = {};
+    StateSums<kK> S = {};
     columns().load_first_state(S);
-    Fragments<kKeySteps> rS;
-    round_sums<kType, kKeySteps>(S, rS);
+    StateRows rS;
+    round_sums<kType, kKeySteps<kK>>(S, rS);
     for (int c = 0; c < walk().chunks; ++c, turn.next()) {
       columns().save_chunk_state(c, rS, S);
       auto& stage = s.stage[turn.stage];
       const float* token = stage.token;
-      const KeyTile k(stage.k);
+      const Keys k(stage.k);
       const LowerTile J(stage.J);
       TokenSums X, Y;
       s.filled[turn.stage].wait(turn.parity);
       wgmma_fence(X, rS);
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
+      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
       wgmma_commit();
       Values values;
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) values.load(m, ValueTile(stage.v[0]), token, warp, lane);
-      hand(s.S, StateTile(s.S.tile), turn, rS);
+      hand(s.S, StateTile<kK>(s.S.tile), turn, rS);
       wgmma_wait<0>(X);
       Fragments<kTokenSteps> bD, R, wR;
 #pragma unroll
@@ -432,33 +449,33 @@ struct WorkGroup {
       for (int m = 0; m < kTokenSteps; ++m) {
         round_write<kType>(m, on_write[2 * m], on_write[2 * m + 1], Y, wR[m]);
         m == 0 ? wgmma_fence(S, wR[m]) : wgmma_fence(wR[m]);
-        wgmma<kType, kWidth>(S, wR[m], k.along_columns(0, m));
+        wgmma<kType, kK>(S, wR[m], k.along_columns(0, m));
       }
       wgmma_commit();
       round_sums<kType, kTokenSteps>(Y, R);
       hand(s.R, WritesTile(s.R.tile), turn, R);
       wgmma_wait<0>(S);
-      round_sums<kType, kKeySteps>(S, rS);
+      round_sums<kType, kKeySteps<kK>>(S, rS);
       arrive(s.free[turn.stage]);
     }
     columns().save_state(walk().chunks, true, S);
   }
 
-  // With 64 columns: the outputs.
+  // Apart: the outputs.
   __device__ __forceinline__ void run_outputs() const {
     Turn turn;
     for (int c = 0; c < walk().chunks; ++c, turn.next()) {
       auto& stage = s.stage[turn.stage];
-      const KeyTile q(stage.q);
+      const Keys q(stage.q);
       const LowerTile sP(stage.sP);
-      Fragments<kKeySteps> rS;
+      StateRows rS;
       Fragments<kTokenSteps> R, rO;
       TokenSums O;
       s.filled[turn.stage].wait(turn.parity);
-      take(s.S, StateTile(s.S.tile), turn, rS);
+      take(s.S, StateTile<kK>(s.S.tile), turn, rS);
       wgmma_fence(O, rS);
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
+      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
       wgmma_commit();
       wgmma_wait<0>(O);
       scale_outputs(stage.token, O);
@@ -476,19 +493,18 @@ struct WorkGroup {
 };
 
 // A block per part.
-template <DType kType, int kGroups, bool kMakesP>
-__global__ void __launch_bounds__(Block<kGroups, kMakesP>::kThreads, 1)
+template <DType kType, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     scan_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, const uint32_t* ready) {
-  using Shape = Block<kGroups, kMakesP>;
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < Shape::kStages; ++i) {
       s.filled[i].init(1);
       s.made[i].init(kGroupWarps);
       s.free[i].init(Shape::kWarps);
     }
     for (TransactionBarrier* barrier : {&s.S.there, &s.S.taken, &s.R.there, &s.R.taken}) barrier->init(kGroupWarps);
-    s.o_there.init(kGroups * kGroupWarps);
+    s.o_there.init(Shape::kColumns / kGroupColumns * kGroupWarps);
     s.o_taken.init(1);
     fence_barrier_init();
   }
@@ -498,9 +514,9 @@ __global__ void __launch_bounds__(Block<kGroups, kMakesP>::kThreads, 1)
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kWarps) {
     give_registers<Shape::kOtherRegisters>();
-    const ServiceGroup<kType, kGroups, kMakesP> service{args, maps, ready, s, warp - Shape::kWarps, lane};
+    const ServiceGroup<kType, Shape> service{args, maps, ready, s, warp - Shape::kWarps, lane};
     if (s.work.walk.exists) {
-      if constexpr (kMakesP) {
+      if constexpr (Shape::kHasScores) {
         service.serve_with_scores();
       } else {
         service.serve();
@@ -508,25 +524,23 @@ __global__ void __launch_bounds__(Block<kGroups, kMakesP>::kThreads, 1)
     }
   } else {
     take_registers<Shape::kWorkRegisters>();
-    const WorkGroup<kType, kGroups, kMakesP> work{args, s, warp / kGroupWarps, warp % kGroupWarps, lane};
+    const WorkGroup<kType, Shape> work{args, s, warp / kGroupWarps, warp % kGroupWarps, lane};
     if (s.work.walk.exists) {
-      if constexpr (kGroups == 2) {
-        work.run();
-      } else {
+      if constexpr (Shape::kSplit) {
         warp < kGroupWarps ? work.run_state() : work.run_outputs();
+      } else {
+        work.run();
       }
     }
   }
   wait_for_previous_kernels();
 }
 
-template <DType kType, int kGroups, bool kMakesP>
+template <DType kType, class Shape>
 void launch_scan_of(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready, const Context& context) {
-  using Shape = Block<kGroups, kMakesP>;
   const auto parts = static_cast<unsigned>(count_parts(args.problem, Shape::kColumns));
-  launch<scan_kernel<kType, kGroups, kMakesP>>("delta_rule chunk_sm90 scan", context,
-                                               {parts, Shape::kThreads, sizeof(typename Shape::Shared), true}, args,
-                                               maps, ready);
+  launch<scan_kernel<kType, Shape>>("delta_rule chunk_sm90 scan", context,
+                                    {parts, Shape::kThreads, sizeof(typename Shape::Shared), true}, args, maps, ready);
 }
 
 }  // namespace
@@ -534,12 +548,13 @@ void launch_scan_of(const ChunkArgs& args, const ScanMaps& maps, const uint32_t*
 template <DType kType>
 void launch_scan(const ChunkArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
                  const Context& context) {
-  if (columns == kGroupColumns) {
-    launch_scan_of<kType, 1, false>(args, maps, order.ready, context);
-  } else if (order.with_sP) {
-    launch_scan_of<kType, 2, false>(args, maps, order.ready, context);
+  const auto of = [&]<class Shape>() { launch_scan_of<kType, Shape>(args, maps, order.ready, context); };
+  if (padded_k(args.problem.head_dim_k) == 64) {
+    order.with_sP ? of.template operator()<Block<64, 1, false>>() : of.template operator()<Block<64, 1, true>>();
+  } else if (columns == kGroupColumns) {
+    of.template operator()<Block<128, 1, false>>();
   } else {
-    launch_scan_of<kType, 2, true>(args, maps, order.ready, context);
+    order.with_sP ? of.template operator()<Block<128, 2, false>>() : of.template operator()<Block<128, 2, true>>();
   }
 }
 

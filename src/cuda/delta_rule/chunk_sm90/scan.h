@@ -9,8 +9,10 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
-inline constexpr int kWidth = 128;  // of K and V, padded
-inline constexpr int kStages = 3;   // chunks in shared memory
+inline constexpr int kMostK = 128;  // kernels have K padded to 64 or to 128
+
+// Chunks in the shared memory of a scan for a padded K.
+constexpr int scan_stages(int padded_k) { return padded_k == 64 ? 2 : 3; }
 
 struct ScanMaps {
   TensorMap k, q, v, o;  // token_map with boxes of 64 x 64
@@ -28,7 +30,7 @@ TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items);
 std::string declines_widths(const DeltaRuleSizes& sizes, int device);
 
 // Value columns of a block of a scan.
-int scan_columns(int64_t heads, int device);
+int scan_columns(const DeltaRuleSizes& sizes, int device);
 
 // Of the chunks of a launch. `o` absent: only states are wanted.
 ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const chunk_16bit::ChunkArgs& args);
@@ -52,8 +54,8 @@ struct FactorOrder {
 FactorOrder one_by_one(const chunk_16bit::ChunkArgs& args, bool with_sP, int multiprocessors);
 
 // Of shared memory in a block, the widest.
-size_t factors_bytes(bool with_sP);
-size_t scan_bytes();
+size_t factors_bytes(int padded_k, bool with_sP);
+size_t scan_bytes(int padded_k);
 
 // The factors of all items, pairs of a chunk of the window and a value head, in one launch.
 void launch_factors(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, const FactorOrder& order,
@@ -64,8 +66,11 @@ void launch_factors(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, co
 bool takes_head_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes);
 void launch_head_factors(const DeltaRuleInputs& in, const chunk_16bit::ChunkArgs& args, const Context& context);
 
-// One launch, of blocks with 64 or 128 value columns, with the factors that were made in this order. For bf16 and fp16, a
-// file each.
+// Whether a scan of such blocks can make sP.
+constexpr bool can_make_sP(int padded_k, int columns) { return padded_k == 64 || columns == 128; }
+
+// One launch, of blocks with 64 or 128 value columns, K up to 64 always 64, with the factors that were made in this order.
+// For bf16 and fp16, a file each.
 template <DType kType>
 void launch_scan(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
                  const Context& context);

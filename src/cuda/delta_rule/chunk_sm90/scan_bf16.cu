@@ -2,8 +2,10 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
-size_t scan_bytes() {
-  return std::max({sizeof(Block<1, false>::Shared), sizeof(Block<2, false>::Shared), sizeof(Block<2, true>::Shared)});
+size_t scan_bytes(int padded_k) {
+  if (padded_k == 64) return std::max(sizeof(Block<64, 1, false>::Shared), sizeof(Block<64, 1, true>::Shared));
+  return std::max({sizeof(Block<128, 1, false>::Shared), sizeof(Block<128, 2, false>::Shared),
+                   sizeof(Block<128, 2, true>::Shared)});
 }
 
 template void launch_scan<DType::kBF16>(const ChunkArgs& args, const ScanMaps& maps, int columns,
