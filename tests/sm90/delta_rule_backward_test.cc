@@ -57,9 +57,7 @@ INSTANTIATE_TEST_SUITE_P(Gates, Sm90DeltaRuleBackward,
 // Those with decays.
 class Sm90DecayBackward : public ::testing::TestWithParam<std::tuple<Gate, Widths>> {
  protected:
-  static DeltaRuleSpec spec_of_length(int64_t T) {
-    return sized(std::get<0>(GetParam()), T, std::get<1>(GetParam()));
-  }
+  static DeltaRuleSpec spec_of_length(int64_t T) { return sized(std::get<0>(GetParam()), T, std::get<1>(GetParam())); }
 };
 
 TEST_P(Sm90DecayBackward, GroupsNormsAndRawGates) {

@@ -74,9 +74,7 @@ INSTANTIATE_TEST_SUITE_P(Gates, Sm90DeltaRule, ::testing::Values(Gate::kNone, Ga
 
 class Sm90Decays : public ::testing::TestWithParam<std::tuple<Gate, Widths>> {
  protected:
-  static DeltaRuleSpec spec_of_length(int64_t T) {
-    return sized(std::get<0>(GetParam()), T, std::get<1>(GetParam()));
-  }
+  static DeltaRuleSpec spec_of_length(int64_t T) { return sized(std::get<0>(GetParam()), T, std::get<1>(GetParam())); }
 };
 
 TEST_P(Sm90Decays, GroupsNormsAndRawGates) {
@@ -223,13 +221,27 @@ TEST_P(Sm90Decays, GradientsFromKeptFactors) {
   expect_close(problem, again, support::backward(problem, reference_context()));
 }
 
+std::string name_of_variant(const ::testing::TestParamInfo<std::tuple<Gate, Widths>>& info) {
+  return std::string(name_of(std::get<0>(info.param))) + name_of_widths(std::get<1>(info.param));
+}
 INSTANTIATE_TEST_SUITE_P(GatesAndWidths, Sm90Decays,
                          ::testing::Combine(::testing::Values(Gate::kPerHead, Gate::kPerChannel),
                                             ::testing::ValuesIn(kWidthsOfKernels)),
-                         [](const auto& info) {
-                           return std::string(name_of(std::get<0>(info.param))) +
-                                  name_of_widths(std::get<1>(info.param));
-                         });
+                         name_of_variant);
+// Channels that two warpgroups share.
+INSTANTIATE_TEST_SUITE_P(KeysAbove128, Sm90Decays, ::testing::Values(std::tuple{Gate::kPerHead, Widths{192, 136}}),
+                         name_of_variant);
+
+TEST(Sm90DeltaRuleForward, KeysAbove128) {
+  for (Gate gate : {Gate::kPerHead, Gate::kNone}) {
+    for (const Widths& widths : first<Widths>({{256, 64}, {136, 200}, {256, 256}, {192, 8}}, 2)) {
+      expect_as_reference(draw(with_batch(sized(gate, 130, widths), 2), 23));
+      expect_as_reference(case_without_initial_state_in_the_other_order(gate, widths));
+    }
+    expect_as_reference(case_of_sequences(gate, {256, 64}));
+    expect_as_reference(draw(sized(gate, 66, {200, 72}, DType::kF16), 24));
+  }
+}
 
 // Gates per channel: given or raw, with a bound or without, in the type of k, which TMA brings, or in fp32; mild and strong.
 TEST(Sm90Channels, Gates) {
@@ -279,7 +291,7 @@ TEST(Sm90DeltaRuleForward, WhatItDeclines) {
     expect_refused(ErrorCode::kUnsupported, reason, [&] { run_forward(draw(spec, 10)); });
   };
   expect(wide(Gate::kPerHead, 70, DType::kF32), "16-bit type");
-  expect(sized(Gate::kPerHead, 70, {136, 128}), "up to 128");
+  expect(sized(Gate::kPerChannel, 70, {136, 128}), "up to 128");
   for (const Widths& widths : {Widths{1, 8}, {33, 64}, {64, 63}, {100, 128}, {128, 65}, {64, 129}}) {
     expect(sized(Gate::kPerHead, 70, widths), "multiples of 16 bytes");
   }

@@ -171,7 +171,7 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   const DeltaRuleInputs& in = call.in;
   const DeltaRuleSizes& sizes = problem.sizes;
   if (const std::string reason = chunk_16bit::declines_backward(problem); !reason.empty()) return reason;
-  if (const std::string reason = declines_widths(sizes, in.q.device.index); !reason.empty()) return reason;
+  if (const std::string reason = declines_widths(sizes, kMostK, in.q.device.index); !reason.empty()) return reason;
   if (!call.d_o.present()) return "d_o must be there";
   const DType dtype = in.k.dtype;
   if (!has_token_map(in.q) || !has_token_map(in.k) || !has_token_map(in.v) || !has_token_map(call.d_o) ||
@@ -192,8 +192,7 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
 }
 
 std::string config_text(const DeltaRuleBackwardProblem& problem) {
-  return "K " + std::to_string(padded_k(problem.sizes.head_dim_k)) + ", columns " +
-         std::to_string(columns_of(problem));
+  return "K " + std::to_string(padded_k(problem.sizes.head_dim_k)) + ", columns " + std::to_string(columns_of(problem));
 }
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {

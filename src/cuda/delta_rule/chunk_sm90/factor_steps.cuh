@@ -60,13 +60,15 @@ struct QuerySteps {
   __device__ __forceinline__ void sum_squares(const unsigned char* q) const {
     if (!problem.qk_l2norm) return;
     const int thread = kWarpSize * warp + lane, row = thread % kChunkRows, half = thread / kChunkRows;
-    constexpr int kSegments = kK / 16;  // of eight channels
-    const int first = half * kSegments % 8, panel = half * kSegments / 8;
+    constexpr int kSegments = kK == 64 ? 4 : 8;  // of eight channels, of a panel
+    constexpr int kPanels = (kK + 127) / 128;
+    const int first = kK == 64 ? half * kSegments : 0, panel = kK == 64 ? 0 : half * kPanels;
     const unsigned char* start = q + panel * KeyTile<kK>::kPanelBytes + row * KeyTile<kK>::kRowBytes;
     float sum[2] = {0, 0};
 #pragma unroll
-    for (int segment = first; segment < first + kSegments; ++segment) {
-      const uint4 words = *reinterpret_cast<const uint4*>(start + (segment ^ row % 8) * 16);
+    for (int i = 0; i < kPanels * kSegments; ++i) {
+      const int at = i / kSegments * KeyTile<kK>::kPanelBytes + ((first + i % kSegments) ^ row % 8) * 16;
+      const uint4 words = *reinterpret_cast<const uint4*>(start + at);
       for (const uint32_t word : {words.x, words.y, words.z, words.w}) {
         const float2 x = unpack<kType>(word);
         sum[0] = fmaf(x.x, x.x, sum[0]);
@@ -160,7 +162,8 @@ struct FactorSteps {
       const KeyTile<kK> q(of_q);
       wgmma_fence(qk);
 #pragma unroll
-      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(qk, q.along_rows(0, m), k.along_rows(0, m), m > 0);
+      for (int m = 0; m < kKeySteps<kK>; ++m)
+        wgmma<kType, kChunkRows>(qk, q.along_rows(0, m), k.along_rows(0, m), m > 0);
       wgmma_commit();
       queries().sum_squares(of_q);
       wgmma_wait<0>(kk, qk);

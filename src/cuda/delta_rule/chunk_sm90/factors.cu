@@ -1,4 +1,4 @@
-// The factors of the chunk form with no decay or one per head on Hopper, for K <= 128. See ../chunk.cuh for the equations
+// The factors of the chunk form with no decay or one per head on Hopper. See ../chunk.cuh for the equations
 // and chunk_16bit/chunk.cuh for what is written.
 //
 // A block fills a multiprocessor with warpgroups, each of which takes one pair of a chunk and a key head after the other,
@@ -33,7 +33,7 @@ struct Pair {
 // With q a warpgroup keeps two products in registers, and there is memory for fewer of them.
 template <int kK, bool kWithP>
 struct Shape {
-  static constexpr int kGroups = factor_groups(kWithP), kThreads = kGroups * kGroupThreads;
+  static constexpr int kGroups = factor_groups(kK, kWithP), kThreads = kGroups * kGroupThreads;
 
   struct alignas(1024) Shared {
     unsigned char k[KeyTile<kK>::kBytes], q[kWithP ? KeyTile<kK>::kBytes : 16];
@@ -264,24 +264,26 @@ void launch_factors_of(const ChunkArgs& args, const ScanMaps& maps, const Factor
 
 }  // namespace
 
-size_t factors_bytes(int padded_k, bool with_sP) { return padded_k == 64 ? bytes_of<64>(with_sP) : bytes_of<128>(with_sP); }
+size_t factors_bytes(int padded_k, bool with_sP) {
+  size_t bytes = 0;
+  with_padded_k(padded_k, [&]<int kK>() { bytes = bytes_of<kK>(with_sP || kK == 256); });
+  return bytes;
+}
 
 void launch_factors(const ChunkArgs& args, const ScanMaps& maps, const FactorOrder& order, const Context& context) {
-  const auto of_K = [&]<DType kType, int kK>() {
-    order.with_sP ? launch_factors_of<kType, kK, true>(args, maps, order, context)
-                  : launch_factors_of<kType, kK, false>(args, maps, order, context);
-  };
-  const auto of_type = [&]<DType kType>() {
-    padded_k(args.problem.head_dim_k) == 64 ? of_K.template operator()<kType, 64>()
-                                            : of_K.template operator()<kType, 128>();
-  };
-  args.problem.k.dtype == DType::kBF16 ? of_type.template operator()<DType::kBF16>()
-                                       : of_type.template operator()<DType::kF16>();
+  chunk_16bit::with_tile(args.problem.k.dtype, padded_k(args.problem.head_dim_k), [&]<DType kType, int kK>() {
+    if constexpr (kK == 256) {
+      launch_factors_of<kType, kK, true>(args, maps, order, context);
+    } else {
+      order.with_sP ? launch_factors_of<kType, kK, true>(args, maps, order, context)
+                    : launch_factors_of<kType, kK, false>(args, maps, order, context);
+    }
+  });
 }
 
 FactorOrder one_by_one(const ChunkArgs& args, bool with_sP, int multiprocessors) {
   const DeltaRuleDeviceProblem& p = args.problem;
-  const int groups = factor_groups(with_sP);
+  const int groups = factor_groups(padded_k(p.head_dim_k), with_sP);
   FactorOrder order;
   order.with_sP = with_sP;
   order.pairs = static_cast<int>(chunk_16bit::chunks_in_window(args) * (p.num_value_heads / p.group));
@@ -295,8 +297,10 @@ bool takes_head_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes) 
   const int device = in.q.device.index;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 2 - kChunkRows;  // places are 32-bit numbers
   const int64_t most_chunks = sizes.batch * sizes.tokens + sizes.num_sequences;
-  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 && sizes.head_dim_k <= kMostK && has_token_map(in.q) && has_token_map(in.k) && sizes.tokens <= kMost &&
-         most_chunks * sizes.num_value_heads <= kMost && lacks_shared_memory(factors_bytes(padded_k(sizes.head_dim_k), true), device).empty();
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 && sizes.head_dim_k <= kMostForwardK &&
+         has_token_map(in.q) && has_token_map(in.k) && sizes.tokens <= kMost &&
+         most_chunks * sizes.num_value_heads <= kMost &&
+         lacks_shared_memory(factors_bytes(padded_k(sizes.head_dim_k), true), device).empty();
 }
 
 void launch_head_factors(const DeltaRuleInputs& in, const ChunkArgs& args, const Context& context) {

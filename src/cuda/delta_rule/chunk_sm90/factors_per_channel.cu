@@ -48,7 +48,7 @@ constexpr int kBoxColumns = PanelTile<kChunkRows, kMostK>::kPanelColumns;
 template <int kK>
 inline constexpr int kPairs = kK / 2;  // of channels
 template <int kK>
-inline constexpr int kThreads = kTiles * kPairs<kK>;
+inline constexpr int kThreads = kTiles* kPairs<kK>;
 template <int kK>
 inline constexpr int kWarps = kThreads<kK> / kWarpSize;
 template <int kK>
@@ -93,7 +93,7 @@ __device__ __forceinline__ Item item_of_block(const ChunkArgs& args) {
 template <int kK>
 struct alignas(1024) Shared {
   union {
-    KeyMemory<kK> k;                                  // then rising
+    KeyMemory<kK> k;                              // then rising
     alignas(16) float J[kChunkRows * kPitchOfJ];  // once A is complete
   };
   alignas(1024) KeyMemory<kK> q;  // then rising
@@ -107,7 +107,7 @@ struct alignas(1024) Shared {
   alignas(16) float total[kTiles * kK];    // c of the tiles
   alignas(16) float between[kTiles][kK];   // factors of falling rows: 2^c of tiles 1, 2, and of both
   alignas(16) float inverse[kTiles * kK];  // 2^-c
-  float2 on_rows[kChunkRows];                  // the factors of k and q: of the norms, and scale
+  float2 on_rows[kChunkRows];              // the factors of k and q: of the norms, and scale
   float rstd_q[kChunkRows];
   float beta[kChunkRows];
   bool apart;           // a tile is not mild
@@ -401,7 +401,8 @@ __device__ __forceinline__ void store_copies(Shared<kK>& s, const FactorMaps& ma
 // Of a strong tile on the diagonal of A or sP, by one warp: the products of `rows`, k or q, with k. Lane l has column
 // l % 16 and half of the channels.
 template <DType kType, int kK>
-__device__ __forceinline__ void sum_strong(Shared<kK>& s, unsigned char* rows, int tile, int lane, float (&sums)[kRows]) {
+__device__ __forceinline__ void sum_strong(Shared<kK>& s, unsigned char* rows, int tile, int lane,
+                                           float (&sums)[kRows]) {
   const int j = lane % kRows, top = kRows * tile;
 #pragma unroll 1
   for (int channel = lane / kRows * 4; channel < kK; channel += kWarpSize / kRows * 4) {
@@ -472,8 +473,8 @@ __device__ __forceinline__ void make_strong(Shared<kK>& s, const ChunkArgs& args
 
 // Tile (row, column) of rows falling^T, by one warp. `factor`, one per channel, belongs to the falling rows.
 template <DType kType, bool kFactor, int kK>
-__device__ __forceinline__ void multiply_rows(const Shared<kK>& s, const unsigned char* rising_rows, int row, int column,
-                                              const float* factor, int lane, float (&sum)[2][4]) {
+__device__ __forceinline__ void multiply_rows(const Shared<kK>& s, const unsigned char* rising_rows, int row,
+                                              int column, const float* factor, int lane, float (&sum)[2][4]) {
   const KeyRows<kK> rising(rising_rows), falling(s.falling);
 #pragma unroll
   for (int m = 0; m < kK / 16; ++m) {
@@ -622,7 +623,8 @@ bool takes_channel_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& size
   // Of boxes, tokens and chunks, places are 32-bit numbers; so are those of blocks.
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - kChunkRows;
   const int64_t most_chunks = sizes.batch * sizes.tokens + sizes.num_sequences;
-  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 && sizes.head_dim_k <= kMostK && has_token_map(in.q) && has_token_map(in.k) && sizes.tokens <= kMost &&
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 && sizes.head_dim_k <= kMostK &&
+         has_token_map(in.q) && has_token_map(in.k) && sizes.tokens <= kMost &&
          most_chunks * sizes.num_value_heads <= kMost && lacks_shared_memory(sizeof(Shared<kMostK>), device).empty();
 }
 
@@ -639,10 +641,10 @@ void launch_channel_factors(const DeltaRuleInputs& in, const ChunkArgs& args, co
     launch<channel_factors_kernel<kType, kK>>("delta_rule chunk_sm90 factors per channel", context, shape, args, maps);
   };
   const auto of_type = [&]<DType kType>() {
-    padded_k(args.problem.head_dim_k) == 64 ? of.template operator()<kType, 64>() : of.template operator()<kType, 128>();
+    padded_k(args.problem.head_dim_k) == 64 ? of.template operator()<kType, 64>()
+                                            : of.template operator()<kType, 128>();
   };
-  in.k.dtype == DType::kBF16 ? of_type.template operator()<DType::kBF16>()
-                             : of_type.template operator()<DType::kF16>();
+  in.k.dtype == DType::kBF16 ? of_type.template operator()<DType::kBF16>() : of_type.template operator()<DType::kF16>();
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

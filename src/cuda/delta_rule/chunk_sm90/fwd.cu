@@ -63,7 +63,7 @@ FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ChunkArgs
   const DeltaRuleDeviceProblem& p = args.problem;
   const int blocks = multiprocessors_of(problem);
   FactorOrder order = one_by_one(args, !leaves_sP_to_scan(problem), blocks);
-  const int groups = factor_groups(order.with_sP);
+  const int groups = factor_groups(padded_k(problem.sizes.head_dim_k), order.with_sP);
   const int64_t heads = heads_of(problem), idle = blocks - heads;
   if (p.sequences.offsets != nullptr || order.with_sP || columns_of(problem) != 128 || 16 * idle < blocks ||
       order.pairs < 2 * groups * blocks)
@@ -77,15 +77,15 @@ FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ChunkArgs
 
 }  // namespace
 
-// Few heads: narrow blocks, as long as each has a multiprocessor of its own. With K <= 64 there are no others.
+// Few heads: narrow blocks, as long as each has a multiprocessor of its own. With K <= 64 or K > 128 there are no others.
 int scan_columns(const DeltaRuleSizes& sizes, int device) {
-  if (padded_k(sizes.head_dim_k) == 64 || sizes.head_dim_v <= 64) return 64;
+  if (padded_k(sizes.head_dim_k) != 128 || sizes.head_dim_v <= 64) return 64;
   return count_ranges(sizes) <= device_attribute(cudaDevAttrMultiProcessorCount, device) ? 64 : 128;
 }
 
-std::string declines_widths(const DeltaRuleSizes& sizes, int device) {
+std::string declines_widths(const DeltaRuleSizes& sizes, int most_k, int device) {
   if (device_attribute(cudaDevAttrComputeCapabilityMajor, device) != 9) return "needs compute capability 9.0";
-  return sizes.head_dim_k <= kMostK ? "" : "takes K up to " + std::to_string(kMostK);
+  return sizes.head_dim_k <= most_k ? "" : "takes K up to " + std::to_string(most_k);
 }
 
 ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkArgs& args) {
@@ -122,7 +122,8 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   const DeltaRuleInputs& in = problem.args.in;
   const DeltaRuleSizes& sizes = problem.sizes;
   if (const std::string reason = chunk_16bit::declines_forward(problem); !reason.empty()) return reason;
-  if (const std::string reason = declines_widths(sizes, in.q.device.index); !reason.empty()) return reason;
+  const int most_k = chunk_16bit::has_decay_per_channel(problem) ? kMostK : kMostForwardK;
+  if (const std::string reason = declines_widths(sizes, most_k, in.q.device.index); !reason.empty()) return reason;
   if (!has_token_map(in.q) || !has_token_map(in.k) || !has_token_map(in.v) || !has_token_map(problem.args.o)) {
     return "rows of q, k, v and o must lie together, at multiples of 16 bytes";
   }

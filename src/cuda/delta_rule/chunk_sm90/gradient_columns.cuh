@@ -65,8 +65,8 @@ struct GradientColumns {
     if (!walk.closes) {
       chunk_16bit::take_tiles<kStateThreads>(carried(args.chunk.carried.taken), G);
     } else if (args.d_final_state.present()) {
-      load_state<kK>(args.d_final_state, state_offset(args.d_final_state, part), column(), p.head_dim_k,
-                         p.head_dim_v, lane, G);
+      load_state<kK>(args.d_final_state, state_offset(args.d_final_state, part), column(), p.head_dim_k, p.head_dim_v,
+                     lane, G);
     }
   }
 
@@ -76,7 +76,7 @@ struct GradientColumns {
       chunk_16bit::give_tiles<kStateThreads>(carried(args.chunk.carried.given), G);
     } else if (args.d_initial_state.present()) {
       store_state<kK>(args.d_initial_state, state_offset(args.d_initial_state, part), column(), p.head_dim_k,
-                          p.head_dim_v, lane, G);
+                      p.head_dim_v, lane, G);
     }
   }
 

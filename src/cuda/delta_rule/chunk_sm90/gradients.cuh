@@ -75,10 +75,10 @@ struct GradientBlock {
   static constexpr int kBlocksOnOne = kGroups == 1 ? 2 : 1;  // multiprocessor
   static constexpr int kOtherRegisters = kGroups == 1 ? 56 : 88, kWorkRegisters = kGroups == 1 ? 200 : 208;
   static_assert(kGroups * kWorkRegisters + kOtherRegisters <= (kGroups == 2 ? 3 * 168 : 2 * 128));
-  static constexpr int kColumns = kGroups * kGroupColumns;      // of values, of all warpgroups
-  static constexpr int kChannels = kK / kGroups;                // of a warpgroup
-  static constexpr int kPairColumns = kChunkRows / kGroups;     // of a warpgroup
-  static constexpr bool kSharesPanel = kChannels < 64;          // the channels of both are one panel
+  static constexpr int kColumns = kGroups * kGroupColumns;   // of values, of all warpgroups
+  static constexpr int kChannels = kK / kGroups;             // of a warpgroup
+  static constexpr int kPairColumns = kChunkRows / kGroups;  // of a warpgroup
+  static constexpr bool kSharesPanel = kChannels < 64;       // the channels of both are one panel
 
   using Keys = KeyTile<kK>;
   using ValuesTile = PanelTile<kChunkRows, kColumns>;   // v and d_o
@@ -97,7 +97,8 @@ struct GradientBlock {
     GradientSums<kGroups> sums;
     double halves[4];  // of finish_head
     Item items[2];
-    Item next[2];  // of the warp that brings the operands: here they take no registers
+    Item next[2];      // of the warp that brings the operands: here they take no registers
+    uint32_t keys[2];  // the turn of k and q of an item: so do these
     TransactionBarrier numbers_filled[2], numbers_free[2], keys_filled[2], keys_free[2];
     TransactionBarrier first_filled, second_filled, third_filled, first_free, states_free, pairs_free;
     TransactionBarrier sums_filled, sums_free;
@@ -132,11 +133,13 @@ struct Bringer {
     load_panels(Keys(s.q[turn % 2]), maps.q, 0, at, filled);
   }
 
-  __device__ __forceinline__ void bring_numbers(const Item& item, uint32_t turn) const {
+  // `keys`: the turn of the item's k and q.
+  __device__ __forceinline__ void bring_numbers(const Item& item, uint32_t turn, uint32_t keys) const {
     TransactionBarrier& filled = s.numbers_filled[turn % 2];
     GradientNumbers& numbers = s.numbers[turn % 2];
     s.numbers_free[turn % 2].wait(turn / 2 % 2 ^ 1);
     s.items[turn % 2] = item;
+    s.keys[turn % 2] = keys;
     if (item.span.sequence < 0) return filled.arrive();
     filled.arrive_expecting(sizeof(GradientNumbers));
     const chunk_16bit::ChunkFactors& factors = args.chunk.factors;
@@ -189,7 +192,7 @@ struct Bringer {
       const Item& item = s.next[turn % 2];
       const bool exists = item.span.sequence >= 0;
       if (exists && item.first) bring_keys(item, keys++);
-      bring_numbers(item, turn);
+      bring_numbers(item, turn, keys - 1);
       if (!exists) return;
       bring_operands(item, turn);
       chunk_16bit::find_next<Block::kColumns>(args.chunk, item, item.pair + gridDim.x, s.next[(turn + 1) % 2]);
@@ -484,7 +487,7 @@ struct GradientGroup {
     }
   }
 
-  __device__ __forceinline__ void store_keys(const Item& item, const GradientNumbers& numbers, uint32_t keys,
+  __device__ __forceinline__ void store_keys(const Item& item, const GradientNumbers& numbers, const uint32_t& keys,
                                              const Along& along, const Rows& dq, const Rows& dk) const {
     const OwnChannels<Block> q(s.q[keys % 2], group), k(s.k[keys % 2], group);
     half_barrier(group);  // all warps have waited for the products that read the channels
@@ -519,7 +522,7 @@ struct GradientGroup {
   }
 
   // Steps 2 and 3.
-  __device__ __forceinline__ void gradients(const Item& item, const GradientNumbers& numbers, uint32_t keys,
+  __device__ __forceinline__ void gradients(const Item& item, const GradientNumbers& numbers, const uint32_t& keys,
                                             Along& along, GroupSums& sums) {
     const Keys k(s.k[keys % 2]), q(s.q[keys % 2]);
     const typename Block::ValuesTile d_o(s.d_o);
@@ -588,7 +591,8 @@ struct GradientGroup {
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChannels>(dk, A.along_rows(0, m), k.along_columns(channel, m));
 #pragma unroll
-    for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChannels>(dk, P.along_columns(0, m), q.along_columns(channel, m));
+    for (int m = 0; m < kTokenSteps; ++m)
+      wgmma<kType, kChannels>(dk, P.along_columns(0, m), q.along_columns(channel, m));
     wgmma_commit();
     if (args.chunk.problem.qk_l2norm) along.add(s.sums, numbers, 16 * warp + lane / 4, item.first);
     wgmma_wait<0>(dq, dk);
@@ -607,10 +611,10 @@ struct GradientGroup {
   __device__ __forceinline__ void run() {
     Along along;
     GroupSums sums = {};
-    uint32_t keys = 0;
     for (uint32_t turn = 0;; ++turn) {
       s.numbers_filled[turn % 2].wait(turn / 2 % 2);
       const Item& item = s.items[turn % 2];
+      const uint32_t& keys = s.keys[turn % 2];
       const GradientNumbers& numbers = s.numbers[turn % 2];
       if (item.span.sequence < 0) return;
       if (item.first) s.keys_filled[keys % 2].wait(keys / 2 % 2);
@@ -624,7 +628,6 @@ struct GradientGroup {
       s.third_filled.wait(turn % 2);
       s.sums_free.wait(turn % 2 ^ 1);
       gradients(item, numbers, keys, along, sums);
-      if (item.last) ++keys;
       release(s.numbers_free[turn % 2]);
     }
   }

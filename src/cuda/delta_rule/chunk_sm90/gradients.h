@@ -11,7 +11,9 @@ namespace fastweight::cuda::chunk_sm90 {
 inline constexpr int kMostGradientColumns = 128;  // of values
 
 // Value columns, padded, of a block of the gradients, which has all there are.
-constexpr int gradient_columns(int padded_k, int64_t V) { return padded_k == 64 && V <= 64 ? 64 : kMostGradientColumns; }
+constexpr int gradient_columns(int padded_k, int64_t V) {
+  return padded_k == 64 && V <= 64 ? 64 : kMostGradientColumns;
+}
 // Blocks on a multiprocessor.
 constexpr int gradients_on_one(int columns) { return columns == 64 ? 2 : 1; }
 

@@ -1,4 +1,4 @@
-// The scan over the chunks of a sequence on Hopper, for one decay per head or none, K <= 128 and any V. See ../chunk.cuh for
+// The scan over the chunks of a sequence on Hopper, for one decay per head or none. See ../chunk.cuh for
 // the equations; the factors: factors.cu.
 //
 // A block has 128 value columns of one (sequence, value head) or, where that leaves multiprocessors idle, 64. As in
@@ -19,6 +19,10 @@
 // With K <= 64 the state takes half of the registers and the operands half of the shared memory: a block has 64 columns, of
 // which one warpgroup makes S and O as above, and two blocks are on a multiprocessor. While one waits for a product that its
 // next one needs, the other multiplies; and they need not be of one length.
+//
+// With K above 128 the registers of a warpgroup are too few for 64 columns: two have them, with half of the channels each,
+// and X and O are sums of both, which they exchange in shared memory and add in one order. Both then go through the same
+// products, the state's with their own half of k.
 //
 // One more warpgroup brings the operands and stores o. Where no head has two blocks it may also make sP (kMakesP): then the
 // factors' kernel does not read q, and memory, which bounds the scan of many heads, moves less.
@@ -46,17 +50,18 @@ struct Block {
   static constexpr int kWidth = kK, kStages = scan_stages(kK);
   static constexpr bool kHasScores = kMakesP;
   static constexpr bool kSplit = kK == 128 && kGroups == 1;  // one warpgroup makes S, another O
+  static constexpr bool kHalves = kK == 256;                 // two warpgroups have half of K each
   static_assert(kK == 128 || kGroups == 1);
-  static_assert(!(kSplit && kMakesP));
-  static constexpr int kWorkGroups = kSplit ? 2 : kGroups, kWarps = kWorkGroups * kGroupWarps;  // that multiply
+  static_assert(!((kSplit || kHalves) && kMakesP));
+  static constexpr int kWorkGroups = kSplit || kHalves ? 2 : kGroups,
+                       kWarps = kWorkGroups * kGroupWarps;  // that multiply
   static constexpr int kThreads = (kWorkGroups + 1) * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
   static constexpr int kBlocksOnOne = kK == 64 ? 2 : 1;  // multiprocessor
   // All warpgroups share the registers evenly at first, 168 or 128 for a thread; for one of them fewer are enough.
   static constexpr int kEvenRegisters = kK == 64 ? 128 : 168;
   static constexpr int kOtherRegisters = kMakesP ? 88 : 56;
-  static constexpr int kWorkRegisters =
-      (kEvenRegisters + (kEvenRegisters - kOtherRegisters) / kWorkGroups) / 8 * 8;
+  static constexpr int kWorkRegisters = (kEvenRegisters + (kEvenRegisters - kOtherRegisters) / kWorkGroups) / 8 * 8;
 
   // The operands of a chunk.
   struct alignas(1024) Stage {
@@ -87,6 +92,8 @@ struct Block {
     QuerySquares squares[kMakesP ? 2 : 1];
     TransactionBarrier filled[kStages], made[kStages], free[kStages];
     chunk_16bit::BlockWork work;
+    float4 halves[kHalves ? 2 : 1][kHalves ? kTokenTiles : 1]
+                 [kHalves ? kGroupThreads : 1];  // of X, then O, of a thread
   };
   static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 };
@@ -122,8 +129,7 @@ __device__ __forceinline__ void wait_for_factors(const uint32_t* ready, int64_t 
 // thread as long as a chunk takes the others. The first announces them all.
 template <class Shape>
 __device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready,
-                                            typename Shape::Shared& s, int share, int c,
-                                            Turn<Shape::kStages>& turn) {
+                                            typename Shape::Shared& s, int share, int c, Turn<Shape::kStages>& turn) {
   const auto& [part, walk] = s.work;
   const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
   const RowsPlace rows = rows_of(args, walk, c, share == 0 ? part.key_head : part.head);
@@ -279,7 +285,9 @@ __device__ __forceinline__ void round_write(int m, float2 w_low, float2 w_high, 
 // A warpgroup that multiplies.
 template <DType kType, class Shape>
 struct WorkGroup {
-  static constexpr int kK = Shape::kWidth, kGroups = Shape::kColumns / kGroupColumns;
+  static constexpr int kParts = Shape::kHalves ? 2 : 1;  // of the channels
+  static constexpr int kK = Shape::kWidth / kParts;      // of the warpgroup
+  static constexpr int kGroups = Shape::kColumns / kGroupColumns;
   using Turn = chunk_sm90::Turn<Shape::kStages>;
   using Keys = KeyTile<kK>;
   using StateRows = Fragments<kKeySteps<kK>>;
@@ -292,12 +300,46 @@ struct WorkGroup {
 
   // Which 64 columns of the block.
   __device__ __forceinline__ int range() const { return kGroups == 2 ? group : 0; }
-  __device__ __forceinline__ StateColumns<kK, kGroups> columns() const {
-    return {args, part(), walk(), range(), warp, lane};
+  __device__ __forceinline__ StateColumns<kK, kGroups, kParts> columns() const {
+    return {args, part(), walk(), range(), warp, lane, kParts == 2 ? kK * group : 0};
+  }
+  // The warpgroup's channels of k or q.
+  __device__ __forceinline__ Keys own_keys(const unsigned char* memory) const {
+    return Keys(memory + (kParts == 2 ? group * Keys::kBytes : 0));
+  }
+
+  // Sums of the other half from the thread that has the same tiles, or to it.
+  __device__ __forceinline__ void put_sums(int half, const TokenSums& sums) const {
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+      s.halves[half][n][kWarpSize * warp + lane] = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
+    }
+  }
+  __device__ __forceinline__ void add_sums(int half, TokenSums& sums) const {
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+      const float4 x = s.halves[half][n][kWarpSize * warp + lane];
+      sums[n][0] += x.x, sums[n][1] += x.y, sums[n][2] += x.z, sums[n][3] += x.w;
+    }
+  }
+
+  // X of both halves to both: the same bits, for a + b is b + a.
+  __device__ __forceinline__ void exchange_X(TokenSums& X) const {
+    put_sums(group, X);
+    named_barrier<1>(2 * kGroupThreads);
+    add_sums(1 - group, X);
+  }
+  // O of the second half to the first, through the place that the first half's X had: this thread has read it. The barrier
+  // also tells the second that the first has read its X.
+  __device__ __forceinline__ void hand_O(TokenSums& O) const {
+    if (group == 1) put_sums(0, O);
+    named_barrier<2>(2 * kGroupThreads);
+    if (group == 0) add_sums(0, O);
   }
 
   // o^T to shared memory, from where it is stored.
   __device__ __forceinline__ void give_outputs(const Fragments<kTokenSteps>& o, Turn& turn) const {
+    if (Shape::kHalves && group == 1) return;  // its O lacks the other half's
     const ValueTile tile(s.o[range()]);
     s.o_taken.wait(turn.outputs ^ 1);
     turn.outputs ^= 1;
@@ -326,7 +368,7 @@ struct WorkGroup {
       columns().save_chunk_state(c, rS, S);
       auto& stage = s.stage[turn.stage];
       const float* token = stage.token;
-      const Keys k(stage.k), q(stage.q);
+      const Keys k = own_keys(stage.k), q = own_keys(stage.q);
       const LowerTile J(stage.J), sP(stage.sP);
       TokenSums X, O;
       s.filled[turn.stage].wait(turn.parity);
@@ -340,6 +382,7 @@ struct WorkGroup {
       for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
       wgmma_commit();
       wgmma_wait<1>(X);
+      if constexpr (Shape::kHalves) exchange_X(X);
       Fragments<kTokenSteps> bD, R, wR;
       Values values;
 #pragma unroll
@@ -363,6 +406,7 @@ struct WorkGroup {
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kK>(S, wR[m], k.along_columns(0, m));
       wgmma_commit();
+      if constexpr (Shape::kHalves) hand_O(O);
       if constexpr (Shape::kHasScores) s.made[turn.stage].wait(turn.parity);
       scale_outputs(token, O);
       wgmma_fence(O, R);
@@ -549,7 +593,10 @@ template <DType kType>
 void launch_scan(const ChunkArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
                  const Context& context) {
   const auto of = [&]<class Shape>() { launch_scan_of<kType, Shape>(args, maps, order.ready, context); };
-  if (padded_k(args.problem.head_dim_k) == 64) {
+  const int K = padded_k(args.problem.head_dim_k);
+  if (K == 256) {
+    of.template operator()<Block<256, 1, false>>();
+  } else if (K == 64) {
     order.with_sP ? of.template operator()<Block<64, 1, false>>() : of.template operator()<Block<64, 1, true>>();
   } else if (columns == kGroupColumns) {
     of.template operator()<Block<128, 1, false>>();

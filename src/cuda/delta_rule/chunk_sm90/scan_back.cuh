@@ -255,7 +255,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     typename Shape::Turn turn;
     const int group = warp / 4;
     for_each_part_in_shared(args.chunk, parts, Shape::kColumns, group, s.work[group], [&] {
-      const GradientColumns<Shape::kWidth, kGroups> own{args, s.work[group].part, s.work[group].walk, group, warp % 4, lane};
+      const GradientColumns<Shape::kWidth, kGroups> own{args,  s.work[group].part, s.work[group].walk,
+                                                        group, warp % 4,           lane};
       BackGroup<kType, Shape>{own, s}.run(turn);
     });
   }
@@ -264,10 +265,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
 template <DType kType, class Shape>
 void launch_scan_back_of(const GradientArgs& args, const ScanBackMaps& maps, const Context& context) {
   const int64_t parts = count_parts(args.chunk.problem, Shape::kColumns);
-  launch<scan_back_kernel<kType, Shape>>("delta_rule chunk_sm90 scan back", context,
-                                         {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads,
-                                          sizeof(typename Shape::Shared), true},
-                                         args, maps, parts);
+  launch<scan_back_kernel<kType, Shape>>(
+      "delta_rule chunk_sm90 scan back", context,
+      {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},
+      args, maps, parts);
 }
 
 }  // namespace
@@ -278,7 +279,8 @@ void launch_scan_back(const GradientArgs& args, const ScanBackMaps& maps, int co
   if (padded_k(args.chunk.problem.head_dim_k) == 64) {
     of.template operator()<BackBlock<64, 1>>();
   } else {
-    columns == kGroupColumns ? of.template operator()<BackBlock<128, 1>>() : of.template operator()<BackBlock<128, 2>>();
+    columns == kGroupColumns ? of.template operator()<BackBlock<128, 1>>()
+                             : of.template operator()<BackBlock<128, 2>>();
   }
 }
 

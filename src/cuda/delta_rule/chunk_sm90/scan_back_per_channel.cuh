@@ -231,14 +231,16 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     const int role = warp - Shape::kStateWarps;
     if (role == 0 && elect_one()) bring_channel_back_operands<Shape>(args.chunk, maps, parts, s);
     if (role >= 1 && role <= kGroups && elect_one()) {
-      BackStorer<Shape::kWidth, kGroups, ChannelScanBackMaps, typename Shape::Shared>{args, maps, s, role - 1}.run(parts);
+      BackStorer<Shape::kWidth, kGroups, ChannelScanBackMaps, typename Shape::Shared>{args, maps, s, role - 1}.run(
+          parts);
     }
   } else {
     if constexpr (Shape::kTakesRegisters) take_registers<Shape::kStateRegisters>();
     typename Shape::Turn turn;
     const int group = warp / 4;
     for_each_part_in_shared(args.chunk, parts, Shape::kColumns, group, s.work[group], [&] {
-      const GradientColumns<Shape::kWidth, kGroups> own{args, s.work[group].part, s.work[group].walk, group, warp % 4, lane};
+      const GradientColumns<Shape::kWidth, kGroups> own{args,  s.work[group].part, s.work[group].walk,
+                                                        group, warp % 4,           lane};
       ChannelBackGroup<kType, Shape>{own, s}.run(turn);
     });
   }

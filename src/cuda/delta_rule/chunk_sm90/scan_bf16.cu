@@ -3,6 +3,7 @@
 namespace fastweight::cuda::chunk_sm90 {
 
 size_t scan_bytes(int padded_k) {
+  if (padded_k == 256) return sizeof(Block<256, 1, false>::Shared);
   if (padded_k == 64) return std::max(sizeof(Block<64, 1, false>::Shared), sizeof(Block<64, 1, true>::Shared));
   return std::max({sizeof(Block<128, 1, false>::Shared), sizeof(Block<128, 2, false>::Shared),
                    sizeof(Block<128, 2, true>::Shared)});

@@ -118,8 +118,7 @@ __device__ __forceinline__ void bring_channel_operands(const ChunkArgs& args, co
         filled.arrive_expecting(sizeof(typename Shape::Write) + Shape::kTotalBytes);
         load_copy<kK>(s.write[at].writer, maps.keys, kWriter, item, filled);
         load_lower(s.write[at].sP, maps.sP, item, filled);
-        load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * kK, Shape::kTotalBytes,
-                   filled);
+        load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * kK, Shape::kTotalBytes, filled);
       }
     }
   });
@@ -255,8 +254,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     const bool leader = threadIdx.x % kGroupThreads == 0;
     typename Shape::Turns turn;
     for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
-      const StateColumns<Shape::kWidth, Shape::kStateGroups> own{
-          args, part, walk, warp / 4, warp % 4, opaque_below<kWarpSize>(lane)};
+      const StateColumns<Shape::kWidth, Shape::kStateGroups> own{args,     part,     walk,
+                                                                 warp / 4, warp % 4, opaque_below<kWarpSize>(lane)};
       ChannelStateGroup<kType, Shape>{own, s, maps.o, leader}.run(turn);
     });
     if (leader) wait_stores_read<0>();
