@@ -1,5 +1,7 @@
 // The backward of the delta rule on Hopper's instructions, by its name: against the double-precision reference, with all
 // lengths of tails, states, layouts and types.
+#include <tuple>
+
 #include "tests/sm90/delta_rule_cases.h"
 #include "tests/sm90/testing.h"
 
@@ -30,28 +32,37 @@ TEST_P(Sm90DeltaRuleBackward, ChunksOfFewerTokens) {
   for (const DeltaRuleCase& problem : cases_of_small_chunks(GetParam())) expect_as_reference(problem);
 }
 
-TEST_P(Sm90DeltaRuleBackward, Fp16) { expect_as_reference(case_in_fp16(GetParam())); }
+TEST_P(Sm90DeltaRuleBackward, Fp16) {
+  for (const DeltaRuleCase& problem : cases_in_fp16(GetParam())) expect_as_reference(problem);
+}
 
 TEST_P(Sm90DeltaRuleBackward, Widths) {
   for (const DeltaRuleCase& problem : cases_of_widths(GetParam())) expect_as_reference(problem);
 }
 
 TEST_P(Sm90DeltaRuleBackward, NoInitialStateAndStatesInTheOtherOrder) {
-  expect_as_reference(case_without_initial_state_in_the_other_order(GetParam()));
+  for (const Widths& widths : kWidthsOfKernels) {
+    expect_as_reference(case_without_initial_state_in_the_other_order(GetParam(), widths));
+  }
 }
 
-TEST_P(Sm90DeltaRuleBackward, SequencesOfAllLengths) { expect_as_reference(case_of_sequences(GetParam())); }
+TEST_P(Sm90DeltaRuleBackward, SequencesOfAllLengths) {
+  for (const Widths& widths : kWidthsOfKernels) expect_as_reference(case_of_sequences(GetParam(), widths));
+}
 
 INSTANTIATE_TEST_SUITE_P(Gates, Sm90DeltaRuleBackward,
                          ::testing::Values(Gate::kNone, Gate::kPerHead, Gate::kPerChannel),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
 // Those with decays.
-class Sm90DecayBackward : public ::testing::TestWithParam<Gate> {};
+class Sm90DecayBackward : public ::testing::TestWithParam<std::tuple<Gate, Widths>> {
+ protected:
+  static DeltaRuleSpec spec_of_length(int64_t T) { return sized(std::get<0>(GetParam()), T, std::get<1>(GetParam())); }
+};
 
 TEST_P(Sm90DecayBackward, GroupsNormsAndRawGates) {
   for (const int64_t group : {2, 1}) {
-    DeltaRuleSpec spec = with_batch(with_heads(wide(GetParam(), 70), 2, group), 2);
+    DeltaRuleSpec spec = with_batch(with_heads(spec_of_length(70), 2, group), 2);
     spec.options.qk_l2norm = spec.options.gate_in_kernel = spec.options.beta_sigmoid = true;
     expect_as_reference(draw(spec, 7));
   }
@@ -59,7 +70,7 @@ TEST_P(Sm90DecayBackward, GroupsNormsAndRawGates) {
 
 // A sequence alone, and the same between others whose tokens are NaNs: the same bits.
 TEST_P(Sm90DecayBackward, NothingOfTheNextSequence) {
-  DeltaRuleCase packed = draw(with_lengths(wide(GetParam(), 0), {40, 70, 30}), 8);
+  DeltaRuleCase packed = draw(with_lengths(spec_of_length(0), {40, 70, 30}), 8);
   const DeltaRuleResults whole = run(packed);
   for (Tensor* x : {&packed.q, &packed.k, &packed.v, &packed.g, &packed.beta, &packed.d_o}) {
     const int64_t row = x->size() / packed.spec.T;
@@ -78,7 +89,7 @@ TEST_P(Sm90DecayBackward, NothingOfTheNextSequence) {
 
 // From states that a forward kept in fp32 or in the type of k, and from those computed again: the same bits.
 TEST_P(Sm90DecayBackward, FromKeptStates) {
-  const DeltaRuleCase problem = draw(with_lengths(with_heads(wide(GetParam(), 0), 1, 2), {67, 0, 20}), 9);
+  const DeltaRuleCase problem = draw(with_lengths(with_heads(spec_of_length(0), 1, 2), {67, 0, 20}), 9);
   const Tensor states = support::forward(problem, context(), true).chunk_states;
   const DeltaRuleResults again = run(problem);
   for (DType dtype : {DType::kF32, DType::kBF16}) {
@@ -88,7 +99,7 @@ TEST_P(Sm90DecayBackward, FromKeptStates) {
 
 // With little scratch memory the chunks come in windows, and gradients of states go from one to the next: the same bits.
 TEST_P(Sm90DecayBackward, WindowsDoNotShow) {
-  DeltaRuleSpec spec = with_heads(wide(GetParam(), 150), 1, 2);
+  DeltaRuleSpec spec = with_heads(spec_of_length(150), 1, 2);
   spec.options.chunk_size = 16;
   Context little = context();
   little.scratch_bytes = 1;
@@ -122,12 +133,12 @@ TEST_P(Sm90DecayBackward, GradientsBesideTheScanBack) {
 
 TEST_P(Sm90DecayBackward, GraphReplaysWithOtherLengths) {
   expect_replays_with_other_lengths(Mode::kBackward,
-                                    draw(with_lengths(with_heads(wide(GetParam(), 0), 1, 2), {60, 60, 30}), 31),
+                                    draw(with_lengths(with_heads(spec_of_length(0), 1, 2), {60, 60, 30}), 31),
                                     {{0, 0, 67, 130}, {0, 64, 64, 65}});
 }
 
 TEST_P(Sm90DecayBackward, MalformedOffsetsStayInside) {
-  DeltaRuleCase problem = draw(with_lengths(wide(GetParam(), 0), {30, 20, 19}), 13);
+  DeltaRuleCase problem = draw(with_lengths(spec_of_length(0), {30, 20, 19}), 13);
   for (const std::vector<int64_t>& offsets : kMalformedOffsets) {
     problem.cu_seqlens = offsets_of(offsets);
     EXPECT_NO_THROW(run(problem));
@@ -135,14 +146,14 @@ TEST_P(Sm90DecayBackward, MalformedOffsetsStayInside) {
 }
 
 TEST_P(Sm90DecayBackward, TwoRunsHaveTheSameBits) {
-  const DeltaRuleCase problem = draw(with_heads(wide(GetParam(), 200), 2, 2), 9);
+  const DeltaRuleCase problem = draw(with_heads(spec_of_length(200), 2, 2), 9);
   expect_same_bits(run(problem), run(problem), "two runs");
 }
 
 // Many heads have blocks of 128 columns, one alone has two of 64: the same bits.
 TEST_P(Sm90DecayBackward, ColumnsOfABlockChangeNoBit) {
   const int64_t heads = emulated() ? 3 : 67;
-  const DeltaRuleCase all = draw(with_heads(wide(GetParam(), 100), heads, 1), 11);
+  const DeltaRuleCase all = draw(with_heads(spec_of_length(100), heads, 1), 11);
   DeltaRuleCase one = all;
   one.spec.H = one.spec.HV = 1;
   for (Tensor* x : {&one.q, &one.k, &one.v, &one.g, &one.beta, &one.d_o}) *x = slice(*x, 2, 1, 2);
@@ -154,16 +165,22 @@ TEST_P(Sm90DecayBackward, ColumnsOfABlockChangeNoBit) {
   EXPECT_TRUE(support::same_bits(of_one.d_initial_state, slice(of_all.d_initial_state, 1, 1, 2)));
 }
 
-INSTANTIATE_TEST_SUITE_P(Gates, Sm90DecayBackward, ::testing::Values(Gate::kPerHead, Gate::kPerChannel),
-                         [](const auto& info) { return std::string(name_of(info.param)); });
+INSTANTIATE_TEST_SUITE_P(GatesAndWidths, Sm90DecayBackward,
+                         ::testing::Combine(::testing::Values(Gate::kPerHead, Gate::kPerChannel),
+                                            ::testing::ValuesIn(kWidthsOfKernels)),
+                         [](const auto& info) {
+                           return std::string(name_of(std::get<0>(info.param))) +
+                                  name_of_widths(std::get<1>(info.param));
+                         });
 
 // Decays of tokens, or of whole tiles, that are too strong to be divided by; and gates in fp32 or in the type of k.
 TEST(Sm90Backward, StrongDecaysPerChannel) {
-  for (DType gates : {DType::kF32, DType::kBF16}) {
-    DeltaRuleCase problem = draw(wide(Gate::kPerChannel, 100), 17);
+  for (const auto& [gates, widths] :
+       {std::pair{DType::kF32, Widths{128, 128}}, {DType::kBF16, {128, 128}}, {DType::kBF16, {64, 64}}}) {
+    DeltaRuleCase problem = draw(sized(Gate::kPerChannel, 100, widths), 17);
     problem.g = problem.g.to(gates);
     for (int64_t i = 0; i < problem.g.size(); i += 3)
-      problem.g.set(i, i / 128 % 32 < 16 ? -5.0 : i % 7 == 0 ? -40.0 : -0.1);
+      problem.g.set(i, i / widths.first % 32 < 16 ? -5.0 : i % 7 == 0 ? -40.0 : -0.1);
     expect_as_reference(problem);
   }
 }
@@ -173,11 +190,10 @@ TEST(Sm90Backward, WhatItDeclines) {
     expect_refused(ErrorCode::kUnsupported, reason, [&] { run(draw(spec, 10)); });
   };
   expect(wide(Gate::kPerHead, 70, DType::kF32), "16-bit type");
-  DeltaRuleSpec narrow = spec_of(Gate::kPerHead, 70, 64, 128);
-  narrow.dtype = DType::kBF16;
-  expect(narrow, "from 65 to 128");
-  narrow.K = 100;
-  expect(narrow, "multiples of 16 bytes");
+  expect(sized(Gate::kPerHead, 70, {136, 128}), "up to 128");
+  for (const Widths& widths : {Widths{1, 8}, {33, 64}, {64, 63}, {100, 128}, {128, 65}, {64, 129}}) {
+    expect(sized(Gate::kPerHead, 70, widths), "multiples of 16 bytes");
+  }
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 // The forward of the delta rule on Hopper's instructions, by its name: against the double-precision reference, with all
 // lengths of tails, states, layouts and types.
+#include <tuple>
+
 #include "tests/sm90/delta_rule_cases.h"
 #include "tests/sm90/testing.h"
 
@@ -49,25 +51,34 @@ TEST_P(Sm90DeltaRule, ChunksOfFewerTokens) {
   for (const DeltaRuleCase& problem : cases_of_small_chunks(GetParam())) expect_as_reference(problem);
 }
 
-TEST_P(Sm90DeltaRule, Fp16) { expect_as_reference(case_in_fp16(GetParam())); }
+TEST_P(Sm90DeltaRule, Fp16) {
+  for (const DeltaRuleCase& problem : cases_in_fp16(GetParam())) expect_as_reference(problem);
+}
 
 TEST_P(Sm90DeltaRule, Widths) {
   for (const DeltaRuleCase& problem : cases_of_widths(GetParam())) expect_as_reference(problem);
 }
 
 TEST_P(Sm90DeltaRule, NoInitialStateAndStatesInTheOtherOrder) {
-  expect_as_reference(case_without_initial_state_in_the_other_order(GetParam()));
+  for (const Widths& widths : kWidthsOfKernels) {
+    expect_as_reference(case_without_initial_state_in_the_other_order(GetParam(), widths));
+  }
 }
 
-TEST_P(Sm90DeltaRule, SequencesOfAllLengths) { expect_as_reference(case_of_sequences(GetParam())); }
+TEST_P(Sm90DeltaRule, SequencesOfAllLengths) {
+  for (const Widths& widths : kWidthsOfKernels) expect_as_reference(case_of_sequences(GetParam(), widths));
+}
 
 INSTANTIATE_TEST_SUITE_P(Gates, Sm90DeltaRule, ::testing::Values(Gate::kNone, Gate::kPerHead, Gate::kPerChannel),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
-class Sm90Decays : public ::testing::TestWithParam<Gate> {};
+class Sm90Decays : public ::testing::TestWithParam<std::tuple<Gate, Widths>> {
+ protected:
+  static DeltaRuleSpec spec_of_length(int64_t T) { return sized(std::get<0>(GetParam()), T, std::get<1>(GetParam())); }
+};
 
 TEST_P(Sm90Decays, GroupsNormsAndRawGates) {
-  DeltaRuleSpec spec = with_batch(with_heads(wide(GetParam(), 70), 2, 2), 2);
+  DeltaRuleSpec spec = with_batch(with_heads(spec_of_length(70), 2, 2), 2);
   spec.options.qk_l2norm = spec.options.gate_in_kernel = spec.options.beta_sigmoid = true;
   expect_as_reference(draw(spec, 7));
 }
@@ -84,7 +95,7 @@ TEST(Sm90DeltaRuleForward, FactorsBesideTheScan) {
 // A sequence alone, and the same between others whose tokens are NaNs: the same bits.
 TEST_P(Sm90Decays, NothingOfTheNextSequence) {
   const std::vector<int64_t> lengths{40, 70, 30};
-  DeltaRuleCase packed = draw(with_lengths(wide(GetParam(), 0), lengths), 8);
+  DeltaRuleCase packed = draw(with_lengths(spec_of_length(0), lengths), 8);
   const DeltaRuleResults whole = run_forward(packed);
   for (Tensor* x : {&packed.q, &packed.k, &packed.v, &packed.g, &packed.beta}) {
     const int64_t row = x->size() / packed.spec.T;
@@ -102,8 +113,9 @@ TEST_P(Sm90Decays, NothingOfTheNextSequence) {
 // Kept in the type of k they are those of fp32, rounded, in either order of K and V.
 TEST_P(Sm90Decays, ChunkStatesInTheTypeOfK) {
   for (bool v_first : {true, false}) {
-    DeltaRuleSpec spec = with_heads(spec_of(GetParam(), 200, 120, 104), 2, 1);
-    spec.dtype = DType::kBF16;
+    DeltaRuleSpec spec = with_heads(spec_of_length(200), 2, 1);
+    spec.K -= 8;
+    spec.V -= 24;
     spec.options.state_v_first = v_first;
     const DeltaRuleCase problem = draw(spec, 12);
     const Tensor expected = run_forward(problem).chunk_states.to(DType::kBF16);
@@ -113,7 +125,7 @@ TEST_P(Sm90Decays, ChunkStatesInTheTypeOfK) {
 
 // Offsets that the host cannot refuse: the call looks at the memory around its tensors.
 TEST_P(Sm90Decays, MalformedOffsetsStayInside) {
-  DeltaRuleCase problem = draw(with_lengths(wide(GetParam(), 0), {30, 20, 19}), 13);
+  DeltaRuleCase problem = draw(with_lengths(spec_of_length(0), {30, 20, 19}), 13);
   const DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
   for (const std::vector<int64_t>& offsets : kMalformedOffsets) {
     problem.cu_seqlens = offsets_of(offsets);
@@ -123,7 +135,7 @@ TEST_P(Sm90Decays, MalformedOffsetsStayInside) {
 
 // A captured call serves other lengths: the tensor maps know none.
 TEST_P(Sm90Decays, GraphReplaysWithOtherLengths) {
-  const DeltaRuleCase problem = draw(with_lengths(wide(GetParam(), 0), {100, 60, 40}), 14);
+  const DeltaRuleCase problem = draw(with_lengths(spec_of_length(0), {100, 60, 40}), 14);
   const DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
   const CallOnDevice call(Call(delta_rule_forward, arguments(problem, outputs)));
   const support::DeviceStream stream;
@@ -146,7 +158,7 @@ TEST_P(Sm90Decays, GraphReplaysWithOtherLengths) {
 
 // A sequence that is cut between two chunks, the state handed over: the same bits.
 TEST_P(Sm90Decays, CutsBetweenChunksDoNotShow) {
-  const DeltaRuleCase problem = draw(wide(GetParam(), 230), 15);
+  const DeltaRuleCase problem = draw(spec_of_length(230), 15);
   const DeltaRuleResults whole = run_forward(problem), head = run_forward(slice_tokens(problem, 0, 128));
   DeltaRuleCase rest = slice_tokens(problem, 128, 230);
   rest.initial_state = head.final_state;
@@ -158,7 +170,7 @@ TEST_P(Sm90Decays, CutsBetweenChunksDoNotShow) {
 
 // With little scratch memory the chunks come in windows, and states go from one to the next: the same bits.
 TEST_P(Sm90Decays, WindowsDoNotShow) {
-  DeltaRuleSpec spec = with_heads(wide(GetParam(), 150), 2, 1);
+  DeltaRuleSpec spec = with_heads(spec_of_length(150), 2, 1);
   spec.options.chunk_size = 16;
   Context context = context_for("chunk_sm90");
   context.scratch_bytes = 1;
@@ -169,14 +181,14 @@ TEST_P(Sm90Decays, WindowsDoNotShow) {
 }
 
 TEST_P(Sm90Decays, TwoRunsHaveTheSameBits) {
-  const DeltaRuleCase problem = draw(with_heads(wide(GetParam(), 200), 3, 1), 9);
+  const DeltaRuleCase problem = draw(with_heads(spec_of_length(200), 3, 1), 9);
   expect_same_bits(run_forward(problem), run_forward(problem), "two runs");
 }
 
 // Many heads have blocks of 128 columns, one alone has two of 64: the same bits.
 TEST_P(Sm90Decays, ColumnsOfABlockChangeNoBit) {
   const int64_t heads = emulated() ? 3 : 67;
-  const DeltaRuleCase all = draw(with_heads(wide(GetParam(), 100), heads, 1), 11);
+  const DeltaRuleCase all = draw(with_heads(spec_of_length(100), heads, 1), 11);
   DeltaRuleCase one = all;
   one.spec.H = one.spec.HV = 1;
   for (Tensor* x : {&one.q, &one.k, &one.v, &one.g, &one.beta}) *x = slice(*x, 2, 1, 2);
@@ -187,48 +199,10 @@ TEST_P(Sm90Decays, ColumnsOfABlockChangeNoBit) {
   EXPECT_TRUE(support::same_bits(of_one.chunk_states, slice(of_all.chunk_states, 2, 1, 2)));
 }
 
-INSTANTIATE_TEST_SUITE_P(Gates, Sm90Decays, ::testing::Values(Gate::kPerHead, Gate::kPerChannel),
-                         [](const auto& info) { return std::string(name_of(info.param)); });
-
-// Gates per channel: given or raw, with a bound or without, in the type of k, which TMA brings, or in fp32; mild and strong.
-TEST(Sm90Channels, Gates) {
-  for (DType type : {DType::kBF16, DType::kF32}) {
-    DeltaRuleSpec given = with_heads(wide(Gate::kPerChannel, 100), 1, 2);
-    given.gate_dtype = type;
-    DeltaRuleSpec mild = given, mixed = given, hard = given, raw = given;
-    mild.gate_divisor = 8;
-    mixed.gate_divisor = 0.2;
-    hard.hard_gate_fraction = 0.3;
-    raw.options.gate_in_kernel = raw.options.qk_l2norm = true;
-    DeltaRuleSpec bounded = raw;
-    bounded.options.lower_bound = -5;
-    bounded.options.safe_gate = true;
-    for (const DeltaRuleSpec& spec : {given, mild, mixed, hard, raw, bounded}) expect_as_reference(draw(spec, 17));
-  }
-}
-
-TEST(Sm90Channels, GatesInFp16) {
-  for (double divisor : {0.2, 1.0, 100.0}) {
-    DeltaRuleSpec spec = wide(Gate::kPerChannel, 100, DType::kF16);
-    spec.gate_dtype = DType::kF16;
-    spec.gate_divisor = divisor;
-    expect_as_reference(draw(spec, 18));
-  }
-}
-
-// What the gates' copy brings with it changes no bit: the same gates in fp32.
-TEST(Sm90Channels, TypeOfTheGatesChangesNoBit) {
-  DeltaRuleSpec spec = wide(Gate::kPerChannel, 100);
-  spec.gate_dtype = DType::kBF16;
-  const DeltaRuleCase problem = draw(spec, 19);
-  DeltaRuleCase same = problem;
-  same.g = problem.g.to(DType::kF32);
-  expect_same_bits(run_forward(same), run_forward(problem), "gates in fp32");
-}
-
 // Factors that the forward kept, of few heads or many, are those that the backward would make again.
-void expect_kept_factors(Gate gate, int64_t heads) {
-  DeltaRuleSpec spec = with_heads(wide(gate, 70), 1, heads);
+TEST_P(Sm90Decays, GradientsFromKeptFactors) {
+  const bool many = std::get<0>(GetParam()) == Gate::kPerHead;
+  DeltaRuleSpec spec = with_heads(spec_of_length(70), 1, !many ? 2 : emulated() ? 3 : 67);
   spec.options.qk_l2norm = true;
   const DeltaRuleCase problem = draw(spec, 20);
   const Context context = context_for("chunk_sm90"), back = context_for("chunk_16bit");
@@ -247,9 +221,70 @@ void expect_kept_factors(Gate gate, int64_t heads) {
   expect_same_bits(from_kept, again, "kept");
   expect_close(problem, again, support::backward(problem, reference_context()));
 }
-TEST(Sm90DeltaRuleForward, GradientsFromKeptFactors) {
-  expect_kept_factors(Gate::kPerHead, emulated() ? 3 : 67);
-  expect_kept_factors(Gate::kPerChannel, 2);
+
+std::string name_of_variant(const ::testing::TestParamInfo<std::tuple<Gate, Widths>>& info) {
+  return std::string(name_of(std::get<0>(info.param))) + name_of_widths(std::get<1>(info.param));
+}
+INSTANTIATE_TEST_SUITE_P(GatesAndWidths, Sm90Decays,
+                         ::testing::Combine(::testing::Values(Gate::kPerHead, Gate::kPerChannel),
+                                            ::testing::ValuesIn(kWidthsOfKernels)),
+                         name_of_variant);
+// Channels that two warpgroups share.
+INSTANTIATE_TEST_SUITE_P(KeysAbove128, Sm90Decays, ::testing::Values(std::tuple{Gate::kPerHead, Widths{192, 136}}),
+                         name_of_variant);
+
+TEST(Sm90DeltaRuleForward, KeysAbove128) {
+  for (Gate gate : {Gate::kPerHead, Gate::kNone}) {
+    for (const Widths& widths : first<Widths>({{256, 64}, {136, 200}, {256, 256}, {192, 8}}, 2)) {
+      expect_as_reference(draw(with_batch(sized(gate, 130, widths), 2), 23));
+      expect_as_reference(case_without_initial_state_in_the_other_order(gate, widths));
+    }
+    expect_as_reference(case_of_sequences(gate, {256, 64}));
+    expect_as_reference(draw(sized(gate, 66, {200, 72}, DType::kF16), 24));
+  }
+}
+
+// Gates per channel: given or raw, with a bound or without, in the type of k, which TMA brings, or in fp32; mild and strong.
+TEST(Sm90Channels, Gates) {
+  for (const auto& [type, widths] : {std::pair{DType::kBF16, Widths{128, 128}},
+                                     {DType::kF32, {128, 128}},
+                                     {DType::kBF16, {64, 64}},
+                                     {DType::kF32, {40, 64}}}) {
+    DeltaRuleSpec given = with_heads(sized(Gate::kPerChannel, 100, widths), 1, 2);
+    given.gate_dtype = type;
+    DeltaRuleSpec mild = given, mixed = given, hard = given, raw = given;
+    mild.gate_divisor = 8;
+    mixed.gate_divisor = 0.2;
+    hard.hard_gate_fraction = 0.3;
+    raw.options.gate_in_kernel = raw.options.qk_l2norm = true;
+    DeltaRuleSpec bounded = raw;
+    bounded.options.lower_bound = -5;
+    bounded.options.safe_gate = true;
+    for (const DeltaRuleSpec& spec : {given, mild, mixed, hard, raw, bounded}) expect_as_reference(draw(spec, 17));
+  }
+}
+
+TEST(Sm90Channels, GatesInFp16) {
+  for (const Widths& widths : {Widths{128, 128}, {64, 64}}) {
+    for (double divisor : {0.2, 1.0, 100.0}) {
+      DeltaRuleSpec spec = sized(Gate::kPerChannel, 100, widths, DType::kF16);
+      spec.gate_dtype = DType::kF16;
+      spec.gate_divisor = divisor;
+      expect_as_reference(draw(spec, 18));
+    }
+  }
+}
+
+// What the gates' copy brings with it changes no bit: the same gates in fp32.
+TEST(Sm90Channels, TypeOfTheGatesChangesNoBit) {
+  for (const Widths& widths : {Widths{128, 128}, {64, 64}}) {
+    DeltaRuleSpec spec = sized(Gate::kPerChannel, 100, widths);
+    spec.gate_dtype = DType::kBF16;
+    const DeltaRuleCase problem = draw(spec, 19);
+    DeltaRuleCase same = problem;
+    same.g = problem.g.to(DType::kF32);
+    expect_same_bits(run_forward(same), run_forward(problem), "gates in fp32");
+  }
 }
 
 TEST(Sm90DeltaRuleForward, WhatItDeclines) {
@@ -257,11 +292,10 @@ TEST(Sm90DeltaRuleForward, WhatItDeclines) {
     expect_refused(ErrorCode::kUnsupported, reason, [&] { run_forward(draw(spec, 10)); });
   };
   expect(wide(Gate::kPerHead, 70, DType::kF32), "16-bit type");
-  DeltaRuleSpec narrow = spec_of(Gate::kPerHead, 70, 64, 128);
-  narrow.dtype = DType::kBF16;
-  expect(narrow, "from 65 to 128");
-  narrow.K = 100;
-  expect(narrow, "multiples of 16 bytes");
+  expect(sized(Gate::kPerChannel, 70, {136, 128}), "up to 128");
+  for (const Widths& widths : {Widths{1, 8}, {33, 64}, {64, 63}, {100, 128}, {128, 65}, {64, 129}}) {
+    expect(sized(Gate::kPerHead, 70, widths), "multiples of 16 bytes");
+  }
 }
 
 }  // namespace

@@ -23,6 +23,9 @@ struct BackKernels {
   std::function<void(const GradientArgs&, int64_t blocks)> gradients;  // of its chunks, with sums of so many blocks
 };
 
+// Those of chunk_16bit.
+BackKernels back_kernels(const DeltaRuleBackwardProblem& problem, const Context& context);
+
 void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels, const Context& context);
 
 }  // namespace fastweight::cuda::chunk_16bit

@@ -222,17 +222,18 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
 
 std::string config_text(const DeltaRuleBackwardProblem& problem) { return back_config_of(problem).text(); }
 
+BackKernels back_kernels(const DeltaRuleBackwardProblem& problem, const Context& context) {
+  return {.ready_columns = runs_beside(problem) ? back_config_of(problem).columns() : 0,
+          .scan_blocks = 0,
+          .gradients_on_one = gradients_on_one(problem),
+          .sums_keys = sums_keys(problem),
+          .scan_states = [&](const ChunkArgs& args) { scan_forward(args, config_of(problem), context); },
+          .scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); },
+          .gradients = [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); }};
+}
+
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
-  backward_in_windows(
-      problem,
-      {.ready_columns = runs_beside(problem) ? back_config_of(problem).columns() : 0,
-       .scan_blocks = 0,
-       .gradients_on_one = gradients_on_one(problem),
-       .sums_keys = sums_keys(problem),
-       .scan_states = [&](const ChunkArgs& args) { scan_forward(args, config_of(problem), context); },
-       .scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); },
-       .gradients = [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); }},
-      context);
+  backward_in_windows(problem, back_kernels(problem, context), context);
 }
 
 void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels, const Context& context) {

@@ -1,6 +1,7 @@
 // The entry chunk_sm90, backward in the chunk form on Hopper: what it takes, its tensor maps and its launches. One decay per
 // head: factors as in chunk_16bit, then scan.cuh, scan_back.cuh, gradients.cuh. One per channel: factors_per_channel.cu,
-// scan_per_channel.cuh, scan_back_per_channel.cuh, then the gradients of chunk_16bit.
+// scan_per_channel.cuh, scan_back_per_channel.cuh, then the gradients of chunk_16bit, as for one per head with more value
+// columns than a block of gradients.cuh has room for.
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -22,10 +23,14 @@ using chunk_16bit::ChunkArgs;
 using chunk_16bit::GradientArgs;
 using chunk_16bit::kChunkRows;
 
-constexpr int kChannelGradientsOnOne = 2;  // blocks of the gradients on a multiprocessor
-
 int columns_of(const DeltaRuleBackwardProblem& problem) {
-  return scan_columns(problem.sizes.num_sequences * problem.sizes.num_value_heads, problem.args.in.q.device.index);
+  return scan_columns(problem.sizes, problem.args.in.q.device.index);
+}
+
+// Whether gradients.cuh takes these widths.
+bool takes_gradients(const DeltaRuleSizes& sizes) { return sizes.head_dim_v <= kMostGradientColumns; }
+int columns_of_gradients(const DeltaRuleSizes& sizes) {
+  return gradient_columns(padded_k(sizes.head_dim_k), sizes.head_dim_v);
 }
 
 int64_t scan_blocks(const DeltaRuleBackwardProblem& problem) {
@@ -60,8 +65,8 @@ WindowMaps window_maps(const DeltaRuleBackward& call, const GradientArgs& args) 
           rows_of(call.d_o),
           lower_map(chunk.factors.J, dtype, items.factors),
           lower_map(chunk.factors.sP, dtype, items.factors),
-          rows_map(args.G, dtype, kWidth, items.slots),
-          rows_map(args.Y, dtype, kChunkRows, items.slots)};
+          rows_map(args.G, dtype, args.padded_v, padded_k(chunk.problem.head_dim_k), items.slots),
+          rows_map(args.Y, dtype, args.padded_v, kChunkRows, items.slots)};
 }
 
 void scan_states(const DeltaRuleBackwardProblem& problem, const ChunkArgs& args, const Context& context) {
@@ -86,6 +91,7 @@ void gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args
                const Context& context) {
   const DeltaRuleBackward& call = problem.args;
   const WindowMaps of = window_maps(call, args);
+  const int columns = columns_of_gradients(problem.sizes);
   const GradientMaps maps{of.k,
                           of.q,
                           rows_of(call.in.v),
@@ -94,7 +100,7 @@ void gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args
                           rows_of(call.dk),
                           of.J,
                           of.sP,
-                          states_map(args, problem.sizes.batch),
+                          states_map(args, columns, problem.sizes.batch),
                           of.G,
                           of.Y};
   call.in.k.dtype == DType::kBF16 ? launch_gradients<DType::kBF16>(args, maps, blocks, context)
@@ -114,23 +120,17 @@ void scan_channels_back(const DeltaRuleBackwardProblem& problem, const GradientA
   if (args.chunk.num_chunks > 0) {
     const DType dtype = problem.args.in.k.dtype;
     const Items items = items_of(args.chunk);
-    maps = {copies_map(args.chunk.factors.keys, dtype, items.factors),
+    const int K = padded_k(problem.sizes.head_dim_k);
+    maps = {copies_map(args.chunk.factors.keys, dtype, K, items.factors),
             rows_of(problem.args.d_o),
             rows_of(problem.args.dv),
             lower_map(args.chunk.factors.J, dtype, items.factors),
             lower_map(args.chunk.factors.sP, dtype, items.factors),
-            rows_map(args.G, dtype, kWidth, items.slots),
-            rows_map(args.Y, dtype, kChunkRows, items.slots)};
+            rows_map(args.G, dtype, args.padded_v, K, items.slots),
+            rows_map(args.Y, dtype, args.padded_v, kChunkRows, items.slots)};
   }
   problem.args.in.k.dtype == DType::kBF16 ? launch_channel_scan_back<DType::kBF16>(args, maps, columns, context)
                                           : launch_channel_scan_back<DType::kF16>(args, maps, columns, context);
-}
-
-void channel_gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, int64_t blocks,
-                       const Context& context) {
-  problem.args.in.k.dtype == DType::kBF16
-      ? chunk_16bit::launch_gradients_per_channel<DType::kBF16>(args, kWidth, blocks, context)
-      : chunk_16bit::launch_gradients_per_channel<DType::kF16>(args, kWidth, blocks, context);
 }
 
 // Whether a gradient can leave by TMA, if anybody wants it.
@@ -146,24 +146,24 @@ bool have_map(const TensorView& states) {
 
 }  // namespace
 
-TensorMap rows_map(const uint16_t* matrices, DType dtype, int columns, int64_t items) {
+TensorMap rows_map(const uint16_t* matrices, DType dtype, int rows, int columns, int64_t items) {
   TensorMapSpec spec{.data = matrices,
                      .dtype = dtype,
                      .rank = 3,
-                     .sizes = {columns, kWidth, items},
-                     .strides = {1, columns, int64_t{columns} * kWidth},
+                     .sizes = {columns, rows, items},
+                     .strides = {1, columns, int64_t{columns} * rows},
                      .box = {64, 64, 1},
                      .swizzle = Swizzle::k128};
   return tensor_map(spec);
 }
 
-TensorMap states_map(const GradientArgs& args, int64_t batch) {
+TensorMap states_map(const GradientArgs& args, int columns, int64_t batch) {
   const DeviceStates& S = args.S;
   const ChunkArgs& chunk = args.chunk;
   const int64_t sizes[5] = {args.S_width, chunk.problem.head_dim_v, chunk.problem.num_value_heads, chunk.state_chunks,
                             batch};
   const int64_t strides[5] = {1, S.v_stride, S.outer_strides[2], S.outer_strides[1], S.outer_strides[0]};
-  TensorMapSpec spec{.data = S.data, .dtype = S.dtype, .rank = 5, .box = {64, kWidth, 1, 1, 1}};
+  TensorMapSpec spec{.data = S.data, .dtype = S.dtype, .rank = 5, .box = {64, columns, 1, 1, 1}};
   for (int i = 0; i < 5; ++i) {
     spec.sizes[i] = sizes[i];
     // The stride along a dimension of one element may be anything; the map gets one that it can have.
@@ -177,7 +177,7 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   const DeltaRuleInputs& in = call.in;
   const DeltaRuleSizes& sizes = problem.sizes;
   if (const std::string reason = chunk_16bit::declines_backward(problem); !reason.empty()) return reason;
-  if (const std::string reason = declines_widths(sizes, in.q.device.index); !reason.empty()) return reason;
+  if (const std::string reason = declines_widths(sizes, kMostK, in.q.device.index); !reason.empty()) return reason;
   if (!call.d_o.present()) return "d_o must be there";
   const DType dtype = in.k.dtype;
   if (!has_token_map(in.q) || !has_token_map(in.k) || !has_token_map(in.v) || !has_token_map(call.d_o) ||
@@ -189,41 +189,35 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - kChunkRows;  // places are 32-bit numbers
   if (sizes.tokens > kMost || max_chunks(sequences, call.options.chunk_size) * sizes.num_value_heads > kMost)
     return "too many tokens";
-  const bool per_channel = chunk_16bit::has_decay_per_channel(problem);
-  return lacks_shared_memory(per_channel ? std::max(channel_scan_bytes(), channel_scan_back_bytes())
-                                         : std::max({scan_bytes(), scan_back_bytes(), gradients_bytes()}),
-                             in.q.device.index);
+  const int K = padded_k(sizes.head_dim_k);
+  if (chunk_16bit::has_decay_per_channel(problem)) {
+    return lacks_shared_memory(std::max(channel_scan_bytes(K), channel_scan_back_bytes(K)), in.q.device.index);
+  }
+  const size_t of_gradients = takes_gradients(sizes) ? gradients_bytes(K, columns_of_gradients(sizes)) : 0;
+  return lacks_shared_memory(std::max({scan_bytes(K), scan_back_bytes(K), of_gradients}), in.q.device.index);
 }
 
 std::string config_text(const DeltaRuleBackwardProblem& problem) {
-  return "K " + std::to_string(kWidth) + ", columns " + std::to_string(columns_of(problem));
+  return "K " + std::to_string(padded_k(problem.sizes.head_dim_k)) + ", columns " + std::to_string(columns_of(problem));
 }
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
+  chunk_16bit::BackKernels kernels = chunk_16bit::back_kernels(problem, context);
+  kernels.ready_columns = 0;
+  kernels.scan_blocks = scan_blocks(problem);
   if (chunk_16bit::has_decay_per_channel(problem)) {
-    chunk_16bit::backward_in_windows(
-        problem,
-        {.ready_columns = 0,
-         .scan_blocks = scan_blocks(problem),
-         .gradients_on_one = kChannelGradientsOnOne,
-         .sums_keys = problem.sizes.group > 1,
-         .scan_states = [&](const ChunkArgs& args) { scan_channel_states(problem, args, context); },
-         .scan_back = [&](const GradientArgs& args) { scan_channels_back(problem, args, context); },
-         .gradients = [&](const GradientArgs& args,
-                          int64_t blocks) { channel_gradients(problem, args, blocks, context); }},
-        context);
-    return;
+    kernels.scan_states = [&](const ChunkArgs& args) { scan_channel_states(problem, args, context); };
+    kernels.scan_back = [&](const GradientArgs& args) { scan_channels_back(problem, args, context); };
+  } else {
+    kernels.scan_states = [&](const ChunkArgs& args) { scan_states(problem, args, context); };
+    kernels.scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); };
+    if (takes_gradients(problem.sizes)) {
+      kernels.gradients_on_one = gradients_on_one(columns_of_gradients(problem.sizes));
+      kernels.sums_keys = false;
+      kernels.gradients = [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); };
+    }
   }
-  chunk_16bit::backward_in_windows(
-      problem,
-      {.ready_columns = 0,
-       .scan_blocks = scan_blocks(problem),
-       .gradients_on_one = 1,
-       .sums_keys = false,
-       .scan_states = [&](const ChunkArgs& args) { scan_states(problem, args, context); },
-       .scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); },
-       .gradients = [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); }},
-      context);
+  chunk_16bit::backward_in_windows(problem, kernels, context);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -27,7 +27,7 @@ struct Tokens {
   float beta[kChunkRows];
 };
 
-// Sums of squares of the rows of q, over a panel each.
+// Sums of squares of the rows of q, over half of the channels each.
 using QuerySquares = float[2][kChunkRows];
 
 struct alignas(16) FactorScratch {
@@ -50,28 +50,32 @@ __device__ __forceinline__ float rstd_of(const DeltaRuleDeviceProblem& problem, 
 }
 
 // What has to do with q: of a warpgroup that makes all factors, and of one that makes sP for the scan.
-template <DType kType>
+template <DType kType, int kK>
 struct QuerySteps {
   const DeltaRuleDeviceProblem& problem;
   QuerySquares& squares;
   int warp, lane;  // within the warpgroup
 
-  // Of a row's panel, by a thread. The eight rows that lanes read at once are in different banks.
+  // Of half a row, by a thread. The eight rows that lanes read at once are in different banks.
   __device__ __forceinline__ void sum_squares(const unsigned char* q) const {
     if (!problem.qk_l2norm) return;
-    const int thread = kWarpSize * warp + lane, row = thread % kChunkRows, panel = thread / kChunkRows;
-    const unsigned char* start = q + panel * KeyTile::kPanelBytes + row * KeyTile::kRowBytes;
+    const int thread = kWarpSize * warp + lane, row = thread % kChunkRows, half = thread / kChunkRows;
+    constexpr int kSegments = kK == 64 ? 4 : 8;  // of eight channels, of a panel
+    constexpr int kPanels = (kK + 127) / 128;
+    const int first = kK == 64 ? half * kSegments : 0, panel = kK == 64 ? 0 : half * kPanels;
+    const unsigned char* start = q + panel * KeyTile<kK>::kPanelBytes + row * KeyTile<kK>::kRowBytes;
     float sum[2] = {0, 0};
 #pragma unroll
-    for (int segment = 0; segment < 8; ++segment) {
-      const uint4 words = *reinterpret_cast<const uint4*>(start + (segment ^ row % 8) * 16);
+    for (int i = 0; i < kPanels * kSegments; ++i) {
+      const int at = i / kSegments * KeyTile<kK>::kPanelBytes + ((first + i % kSegments) ^ row % 8) * 16;
+      const uint4 words = *reinterpret_cast<const uint4*>(start + at);
       for (const uint32_t word : {words.x, words.y, words.z, words.w}) {
         const float2 x = unpack<kType>(word);
         sum[0] = fmaf(x.x, x.x, sum[0]);
         sum[1] = fmaf(x.y, x.y, sum[1]);
       }
     }
-    squares[panel][row] = sum[0] + sum[1];
+    squares[half][row] = sum[0] + sum[1];
   }
   __device__ __forceinline__ float rstd(int row) const { return rstd_of(problem, squares[0][row] + squares[1][row]); }
 
@@ -111,7 +115,7 @@ __device__ __forceinline__ void clear_above(int half, int lane, float (&c)[4]) {
 }
 
 // Results is a type with J(i, j, tiles) and sP(i, j, tiles), which take two C tiles of a block of 16 x 16.
-template <DType kType>
+template <DType kType, int kK>
 struct FactorSteps {
   const DeltaRuleDeviceProblem& problem;
   FactorScratch& s;
@@ -120,7 +124,7 @@ struct FactorSteps {
   // The same thread, of whose places in shared memory nothing is known: they are computed where they are needed, not
   // before a loop and kept.
   __device__ __forceinline__ FactorSteps anew() const { return {problem, s, warp, opaque_below<kWarpSize>(lane)}; }
-  __device__ __forceinline__ QuerySteps<kType> queries() const { return {problem, s.squares_q, warp, lane}; }
+  __device__ __forceinline__ QuerySteps<kType, kK> queries() const { return {problem, s.squares_q, warp, lane}; }
 
   // Of a chunk, as they lay in memory: gates of two tokens by warp 0, beta of two by warp 2.
   __device__ __forceinline__ chunk_16bit::RawGates load_tokens(const ChunkSpan& span, int head) const {
@@ -150,15 +154,16 @@ struct FactorSteps {
   template <bool kWithP>
   __device__ __forceinline__ void multiply_keys(const unsigned char* keys, const unsigned char* of_q, Gram& kk,
                                                 Gram& qk) const {
-    const KeyTile k(keys);
+    const KeyTile<kK> k(keys);
     wgmma_fence(kk);
 #pragma unroll
-    for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(kk, k.along_rows(0, m), k.along_rows(0, m), m > 0);
+    for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(kk, k.along_rows(0, m), k.along_rows(0, m), m > 0);
     if constexpr (kWithP) {
-      const KeyTile q(of_q);
+      const KeyTile<kK> q(of_q);
       wgmma_fence(qk);
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(qk, q.along_rows(0, m), k.along_rows(0, m), m > 0);
+      for (int m = 0; m < kKeySteps<kK>; ++m)
+        wgmma<kType, kChunkRows>(qk, q.along_rows(0, m), k.along_rows(0, m), m > 0);
       wgmma_commit();
       queries().sum_squares(of_q);
       wgmma_wait<0>(kk, qk);
@@ -303,15 +308,15 @@ struct FactorSteps {
 };
 
 // sP of a chunk, from gamma and the norms of k: first multiply, then, after a barrier of the warpgroup, apply_decays.
-template <DType kType>
+template <DType kType, int kK>
 struct ScoreSteps {
-  QuerySteps<kType> queries;
+  QuerySteps<kType, kK> queries;
 
   __device__ __forceinline__ void multiply(const unsigned char* of_q, const unsigned char* of_k, Gram& qk) const {
-    const KeyTile q(of_q), k(of_k);
+    const KeyTile<kK> q(of_q), k(of_k);
     wgmma_fence(qk);
 #pragma unroll
-    for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(qk, q.along_rows(0, m), k.along_rows(0, m), m > 0);
+    for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(qk, q.along_rows(0, m), k.along_rows(0, m), m > 0);
     wgmma_commit();
     queries.sum_squares(of_q);
     wgmma_wait<0>(qk);

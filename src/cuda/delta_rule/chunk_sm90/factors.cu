@@ -1,4 +1,4 @@
-// The factors of the chunk form with no decay or one per head on Hopper, for K <= 128. See ../chunk.cuh for the equations
+// The factors of the chunk form with no decay or one per head on Hopper. See ../chunk.cuh for the equations
 // and chunk_16bit/chunk.cuh for what is written.
 //
 // A block fills a multiprocessor with warpgroups, each of which takes one pair of a chunk and a key head after the other,
@@ -31,12 +31,12 @@ struct Pair {
 };
 
 // With q a warpgroup keeps two products in registers, and there is memory for fewer of them.
-template <bool kWithP>
+template <int kK, bool kWithP>
 struct Shape {
-  static constexpr int kGroups = factor_groups(kWithP), kThreads = kGroups * kGroupThreads;
+  static constexpr int kGroups = factor_groups(kK, kWithP), kThreads = kGroups * kGroupThreads;
 
   struct alignas(1024) Shared {
-    unsigned char k[KeyTile::kBytes], q[kWithP ? KeyTile::kBytes : 16];
+    unsigned char k[KeyTile<kK>::kBytes], q[kWithP ? KeyTile<kK>::kBytes : 16];
     FactorScratch scratch;
     Pair pair[3];  // this one and the next two
     int written;   // the last item, of which the scan is to be told; -1: none
@@ -85,17 +85,17 @@ struct GlobalResults {
   }
 };
 
-template <DType kType, bool kWithP>
+template <DType kType, int kK, bool kWithP>
 struct FactorGroup {
-  static constexpr int kGroups = Shape<kWithP>::kGroups;
+  static constexpr int kGroups = Shape<kK, kWithP>::kGroups;
   const ChunkArgs& args;
   const ScanMaps& maps;
   const FactorOrder& order;
-  typename Shape<kWithP>::Shared& s;
+  typename Shape<kK, kWithP>::Shared& s;
   int group, warp, lane;  // the warp within the warpgroup
 
-  __device__ __forceinline__ FactorSteps<kType> steps() const {
-    return FactorSteps<kType>{args.problem, s.scratch, warp, lane}.anew();
+  __device__ __forceinline__ FactorSteps<kType, kK> steps() const {
+    return FactorSteps<kType, kK>{args.problem, s.scratch, warp, lane}.anew();
   }
   __device__ __forceinline__ bool is_chosen() const { return warp == 0 && elect_one(); }
   __device__ __forceinline__ void barrier() const { group_barrier(group); }
@@ -137,13 +137,13 @@ struct FactorGroup {
 
   __device__ __forceinline__ void load_keys(const Pair& pair) const {
     if (pair.length == 0) return;
-    s.filled.arrive_expecting((kWithP ? 2 : 1) * KeyTile::kBytes);
+    s.filled.arrive_expecting((kWithP ? 2 : 1) * KeyTile<kK>::kBytes);
     const int missing = kChunkRows - pair.length, end = pair.begin + pair.length;
 #pragma unroll
-    for (int p = 0; p < KeyTile::kPanels; ++p) {
-      const int place[5] = {p * KeyTile::kPanelColumns, pair.key_head, missing, end, pair.batch};
-      load_box(KeyTile(s.k).panel(p), maps.k, place, s.filled);
-      if constexpr (kWithP) load_box(KeyTile(s.q).panel(p), maps.q, place, s.filled);
+    for (int p = 0; p < KeyTile<kK>::kPanels; ++p) {
+      const int place[5] = {p * KeyTile<kK>::kPanelColumns, pair.key_head, missing, end, pair.batch};
+      load_box(KeyTile<kK>(s.k).panel(p), maps.k, place, s.filled);
+      if constexpr (kWithP) load_box(KeyTile<kK>(s.q).panel(p), maps.q, place, s.filled);
     }
   }
 
@@ -161,7 +161,7 @@ struct FactorGroup {
   // By warps 0 and 2, one row in a thread.
   __device__ __forceinline__ void store_token_factors(const Tokens& tokens, int64_t item) const {
     const ChunkFactors& factors = args.factors;
-    const FactorSteps<kType> own = steps();
+    const FactorSteps<kType, kK> own = steps();
     own.template token_factors<kWithP>(tokens, factors.token + item * chunk_16bit::kTokenFactors<false> * kChunkRows,
                                        factors.total + item * 4);
     if (factors.row == nullptr) return;
@@ -240,41 +240,50 @@ struct FactorGroup {
   }
 };
 
-template <DType kType, bool kWithP>
-__global__ void __launch_bounds__(Shape<kWithP>::kThreads, 1)
+template <DType kType, int kK, bool kWithP>
+__global__ void __launch_bounds__(Shape<kK, kWithP>::kThreads, 1)
     factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, FactorOrder order) {
   wait_for_previous_kernels();
   if (order.ready != nullptr) let_next_kernel_start();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  auto& s = (&aligned_shared<typename Shape<kWithP>::Shared>())[warp / kGroupWarps];
-  FactorGroup<kType, kWithP>{args, maps, order, s, warp / kGroupWarps, warp % kGroupWarps, lane}.run();
+  auto& s = (&aligned_shared<typename Shape<kK, kWithP>::Shared>())[warp / kGroupWarps];
+  FactorGroup<kType, kK, kWithP>{args, maps, order, s, warp / kGroupWarps, warp % kGroupWarps, lane}.run();
 }
 
-template <DType kType, bool kWithP>
+template <int kK>
+size_t bytes_of(bool with_sP) {
+  return with_sP ? Shape<kK, true>::kGroups * sizeof(typename Shape<kK, true>::Shared)
+                 : Shape<kK, false>::kGroups * sizeof(typename Shape<kK, false>::Shared);
+}
+
+template <DType kType, int kK, bool kWithP>
 void launch_factors_of(const ChunkArgs& args, const ScanMaps& maps, const FactorOrder& order, const Context& context) {
-  const LaunchShape shape{static_cast<unsigned>(order.blocks), Shape<kWithP>::kThreads, factors_bytes(kWithP), true};
-  launch<factors_kernel<kType, kWithP>>("delta_rule chunk_sm90 factors", context, shape, args, maps, order);
+  const LaunchShape shape{static_cast<unsigned>(order.blocks), Shape<kK, kWithP>::kThreads, bytes_of<kK>(kWithP), true};
+  launch<factors_kernel<kType, kK, kWithP>>("delta_rule chunk_sm90 factors", context, shape, args, maps, order);
 }
 
 }  // namespace
 
-size_t factors_bytes(bool with_sP) {
-  return with_sP ? Shape<true>::kGroups * sizeof(Shape<true>::Shared)
-                 : Shape<false>::kGroups * sizeof(Shape<false>::Shared);
+size_t factors_bytes(int padded_k, bool with_sP) {
+  size_t bytes = 0;
+  with_padded_k(padded_k, [&]<int kK>() { bytes = bytes_of<kK>(with_sP || kK == 256); });
+  return bytes;
 }
 
 void launch_factors(const ChunkArgs& args, const ScanMaps& maps, const FactorOrder& order, const Context& context) {
-  const auto of_type = [&]<DType kType>() {
-    order.with_sP ? launch_factors_of<kType, true>(args, maps, order, context)
-                  : launch_factors_of<kType, false>(args, maps, order, context);
-  };
-  args.problem.k.dtype == DType::kBF16 ? of_type.template operator()<DType::kBF16>()
-                                       : of_type.template operator()<DType::kF16>();
+  chunk_16bit::with_tile(args.problem.k.dtype, padded_k(args.problem.head_dim_k), [&]<DType kType, int kK>() {
+    if constexpr (kK == 256) {
+      launch_factors_of<kType, kK, true>(args, maps, order, context);
+    } else {
+      order.with_sP ? launch_factors_of<kType, kK, true>(args, maps, order, context)
+                    : launch_factors_of<kType, kK, false>(args, maps, order, context);
+    }
+  });
 }
 
 FactorOrder one_by_one(const ChunkArgs& args, bool with_sP, int multiprocessors) {
   const DeltaRuleDeviceProblem& p = args.problem;
-  const int groups = factor_groups(with_sP);
+  const int groups = factor_groups(padded_k(p.head_dim_k), with_sP);
   FactorOrder order;
   order.with_sP = with_sP;
   order.pairs = static_cast<int>(chunk_16bit::chunks_in_window(args) * (p.num_value_heads / p.group));
@@ -288,9 +297,10 @@ bool takes_head_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes) 
   const int device = in.q.device.index;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 2 - kChunkRows;  // places are 32-bit numbers
   const int64_t most_chunks = sizes.batch * sizes.tokens + sizes.num_sequences;
-  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 && sizes.head_dim_k > kWidth / 2 &&
-         sizes.head_dim_k <= kWidth && has_token_map(in.q) && has_token_map(in.k) && sizes.tokens <= kMost &&
-         most_chunks * sizes.num_value_heads <= kMost && lacks_shared_memory(factors_bytes(true), device).empty();
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 && sizes.head_dim_k <= kMostForwardK &&
+         has_token_map(in.q) && has_token_map(in.k) && sizes.tokens <= kMost &&
+         most_chunks * sizes.num_value_heads <= kMost &&
+         lacks_shared_memory(factors_bytes(padded_k(sizes.head_dim_k), true), device).empty();
 }
 
 void launch_head_factors(const DeltaRuleInputs& in, const ChunkArgs& args, const Context& context) {

@@ -1,8 +1,8 @@
 // The factors of the chunk form with one decay per key channel, for K <= 128: what chunk_16bit/factors_per_channel.cu
 // makes, with fewer instructions. See ../chunk.cuh for the equations.
 //
-// One block of eight warps per (chunk, value head), three of them on a multiprocessor: what binds are instructions, and the
-// time until TMA has brought the rows of k and q, and those of the gates where it can. A thread has two channels of a tile
+// One block of eight warps per (chunk, value head), three of them on a multiprocessor, or of four warps and four of them where
+// K <= 64: what binds are instructions, and the time until TMA has brought the rows of k and q, and those of the gates where it can. A thread has two channels of a tile
 // of 16 rows, of which its registers have the running sums c_i of log2 of the decays, c for the whole tile. Then
 //
 //     A  = beta rising_k falling^T,     sP = scale rising_q falling^T     (k and q with the factors of their norms)
@@ -40,15 +40,27 @@ using chunk_16bit::kLog2E;
 using chunk_16bit::kPitchOfA;
 using chunk_16bit::kPitchOfJ;
 
-constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
-constexpr int kBlocksOnOne = 3;  // multiprocessor
-constexpr int kRows = 16;        // of a tile
+constexpr int kRows = 16;  // of a tile
 constexpr int kTiles = kChunkRows / kRows;
-constexpr int kPairs = kWidth / 2;  // of channels
-static_assert(kTiles * kPairs == kThreads);
+constexpr int kBoxColumns = PanelTile<kChunkRows, kMostK>::kPanelColumns;
 
-using KeyRows = PanelTile<kChunkRows, kWidth>;
-using KeyMemory = unsigned char[KeyRows::kBytes];
+// For a padded K.
+template <int kK>
+inline constexpr int kPairs = kK / 2;  // of channels
+template <int kK>
+inline constexpr int kThreads = kTiles* kPairs<kK>;
+template <int kK>
+inline constexpr int kWarps = kThreads<kK> / kWarpSize;
+template <int kK>
+inline constexpr int kBlocksOnOne = kK == 64 ? 4 : 3;  // multiprocessor
+// A warp has so many of the eight tiles on the diagonals of k and q, or of A and sP.
+template <int kK>
+inline constexpr int kTurns = 2 * kTiles / kWarps<kK>;
+
+template <int kK>
+using KeyRows = PanelTile<kChunkRows, kK>;
+template <int kK>
+using KeyMemory = unsigned char[KeyRows<kK>::kBytes];
 
 // The pair of a chunk and a value head that a block has. One thread finds it, and all others wait: for a fixed length
 // without divisions of 64 bits.
@@ -78,23 +90,24 @@ __device__ __forceinline__ Item item_of_block(const ChunkArgs& args) {
   return item;
 }
 
+template <int kK>
 struct alignas(1024) Shared {
   union {
-    KeyMemory k;                                  // then rising
+    KeyMemory<kK> k;                              // then rising
     alignas(16) float J[kChunkRows * kPitchOfJ];  // once A is complete
   };
-  alignas(1024) KeyMemory q;  // then rising
+  alignas(1024) KeyMemory<kK> q;  // then rising
   union {
     struct {
-      KeyMemory falling;  // the gates, before
+      KeyMemory<kK> falling;  // the gates, before
       alignas(16) float A[kChunkRows * kPitchOfA];
     };
-    alignas(16) float log2_decay[kChunkRows * kWidth];  // before, for strong tiles
+    alignas(16) float log2_decay[kChunkRows * kK];  // before, for strong tiles
   };
-  alignas(16) float total[kTiles * kWidth];    // c of the tiles
-  alignas(16) float between[kTiles][kWidth];   // factors of falling rows: 2^c of tiles 1, 2, and of both
-  alignas(16) float inverse[kTiles * kWidth];  // 2^-c
-  float2 on_rows[kChunkRows];                  // the factors of k and q: of the norms, and scale
+  alignas(16) float total[kTiles * kK];    // c of the tiles
+  alignas(16) float between[kTiles][kK];   // factors of falling rows: 2^c of tiles 1, 2, and of both
+  alignas(16) float inverse[kTiles * kK];  // 2^-c
+  float2 on_rows[kChunkRows];              // the factors of k and q: of the norms, and scale
   float rstd_q[kChunkRows];
   float beta[kChunkRows];
   bool apart;           // a tile is not mild
@@ -104,9 +117,11 @@ struct alignas(1024) Shared {
 };
 
 // A multiprocessor has 228 KB, of which each block takes one more.
-static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
+static_assert(kBlocksOnOne<64> * (sizeof(Shared<64>) + 1024) <= 228 * 1024);
+static_assert(kBlocksOnOne<128> * (sizeof(Shared<128>) + 1024) <= 228 * 1024);
 
-__device__ __forceinline__ uint16_t* sP_of(const ChunkArgs& args, const Shared& s) {
+template <int kK>
+__device__ __forceinline__ uint16_t* sP_of(const ChunkArgs& args, const Shared<kK>& s) {
   return args.factors.sP + s.item.factors * kChunkRows * kChunkRows;
 }
 
@@ -118,59 +133,64 @@ template <DType kType>
 inline constexpr float kMild = kStrong<kType> / kTiles;
 
 // What a thread has: channels `channel` and `channel + 1` of rows [top, top + 16).
+template <int kK>
 struct Place {
   int tile, channel, top;
 
   __device__ __forceinline__ explicit Place(int thread)
-      : tile(thread / kPairs), channel(thread % kPairs * 2), top(kRows * tile) {}
+      : tile(thread / kPairs<kK>), channel(thread % kPairs<kK> * 2), top(kRows * tile) {}
 };
 
 using Pairs = uint32_t[kRows];
 using Sums = float2[kRows];
 
 // Where KeyRows has a channel of a row.
+template <int kK>
 __device__ __forceinline__ int key_offset(int row, int channel) {
-  constexpr int kColumns = KeyRows::kPanelColumns;
-  return channel / kColumns * KeyRows::kPanelBytes + row * KeyRows::kRowBytes +
+  constexpr int kColumns = KeyRows<kK>::kPanelColumns;
+  return channel / kColumns * KeyRows<kK>::kPanelBytes + row * KeyRows<kK>::kRowBytes +
          ((channel % kColumns / 8 ^ row % 8) * 16) + channel % 8 * 2;
 }
 // Of row `top + i` of a thread: top is a multiple of 8.
-__device__ __forceinline__ int key_offset(const Place& own, int i) {
-  return (key_offset(own.top, own.channel) ^ i % 8 * 16) + i * KeyRows::kRowBytes;
+template <int kK>
+__device__ __forceinline__ int key_offset(const Place<kK>& own, int i) {
+  return (key_offset<kK>(own.top, own.channel) ^ i % 8 * 16) + i * KeyRows<kK>::kRowBytes;
 }
 __device__ __forceinline__ uint32_t& pair_at(unsigned char* rows, int offset) {
   return *reinterpret_cast<uint32_t*>(rows + offset);
 }
 
 // By one thread. k and q beyond the tokens and channels are zeros.
-__device__ __forceinline__ void start_loads(const ChunkArgs& args, const FactorMaps& maps, Shared& s) {
+template <int kK>
+__device__ __forceinline__ void start_loads(const ChunkArgs& args, const FactorMaps& maps, Shared<kK>& s) {
+  using Rows = KeyRows<kK>;
   const Item& item = s.item;
   const int end = static_cast<int>(item.span.begin) + item.tokens, missing = kChunkRows - item.tokens;
-  const auto load = [&](const KeyMemory& memory, const TensorMap& map, int head) {
+  const auto load = [&](const KeyMemory<kK>& memory, const TensorMap& map, int head) {
 #pragma unroll
-    for (int p = 0; p < KeyRows::kPanels; ++p) {
-      load_box(KeyRows(memory).panel(p), map,
-               {p * KeyRows::kPanelColumns, head, missing, end, static_cast<int>(item.span.batch)}, s.filled);
+    for (int p = 0; p < Rows::kPanels; ++p) {
+      load_box(Rows(memory).panel(p), map,
+               {p * Rows::kPanelColumns, head, missing, end, static_cast<int>(item.span.batch)}, s.filled);
     }
   };
-  s.filled.arrive_expecting((maps.has_g ? 3 : 2) * KeyRows::kBytes);
+  s.filled.arrive_expecting((maps.has_g ? 3 : 2) * Rows::kBytes);
   if (maps.has_g) load(s.falling, maps.g, item.head);
   load(s.k, maps.k, item.head / args.problem.group);
   load(s.q, maps.q, item.head / args.problem.group);
 }
 
 // The rows' norms are the diagonals of k k^T and q q^T. All are 1 unless the option asks.
-template <DType kType>
-__device__ __forceinline__ void norms(Shared& s, const DeltaRuleDeviceProblem& p, int warp, int lane) {
-  const bool of_k = warp < kTiles;
-  const KeyRows rows(of_k ? s.k : s.q);
+template <DType kType, int kK>
+__device__ __forceinline__ void norms_of_tile(Shared<kK>& s, const DeltaRuleDeviceProblem& p, int at, int lane) {
+  const bool of_k = at < kTiles;
+  const KeyRows<kK> rows(of_k ? s.k : s.q);
   float sums[2][4] = {};
   if (p.qk_l2norm) {
 #pragma unroll
-    for (int m = 0; m < kWidth / 16; ++m) {
+    for (int m = 0; m < kK / 16; ++m) {
       uint32_t a[4], b[4];
-      rows.load_a(kRows * (warp % kTiles), m, lane, a);
-      rows.load_b(kRows * (warp % kTiles), m, lane, b);
+      rows.load_a(kRows * (at % kTiles), m, lane, a);
+      rows.load_b(kRows * (at % kTiles), m, lane, b);
 #pragma unroll
       for (int n = 0; n < 2; ++n) mma<kType>(sums[n], a, b[2 * n], b[2 * n + 1]);
     }
@@ -178,7 +198,7 @@ __device__ __forceinline__ void norms(Shared& s, const DeltaRuleDeviceProblem& p
   if (lane / 8 != lane % 4) return;  // rows g and columns 2t, 2t + 1
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    const int row = kRows * (warp % kTiles) + 8 * n + lane / 4;
+    const int row = kRows * (at % kTiles) + 8 * n + lane / 4;
     const float squares = lane / 4 % 2 == 0 ? sums[n][2 * n] : sums[n][2 * n + 1];
     const float rstd = p.qk_l2norm ? rsqrt_approx(squares + kL2NormEps) : 1.0f;
     if (of_k) {
@@ -189,10 +209,16 @@ __device__ __forceinline__ void norms(Shared& s, const DeltaRuleDeviceProblem& p
     }
   }
 }
+template <DType kType, int kK>
+__device__ __forceinline__ void norms(Shared<kK>& s, const DeltaRuleDeviceProblem& p, int warp, int lane) {
+#pragma unroll
+  for (int turn = 0; turn < kTurns<kK>; ++turn) norms_of_tile<kType>(s, p, warp + turn * kWarps<kK>, lane);
+}
 
 // What the gate tensor holds, where TMA cannot bring it; zeros beyond the tokens and channels.
+template <int kK>
 __device__ __forceinline__ void load_gates(const DeviceTensor& g, const ChunkSpan& span, int head, int K,
-                                           const Place& own, Sums& x) {
+                                           const Place<kK>& own, Sums& x) {
   const int64_t offset = row_offset(g, span.batch, span.begin + own.top, head) + own.channel * g.strides[3];
   const int rows = own.channel < K ? static_cast<int>(span.length) - own.top : 0;
   with_type(g.dtype, [&](auto type) {
@@ -229,7 +255,8 @@ struct GateNumbers {
   float2 bias;
 };
 
-__device__ __forceinline__ GateNumbers gate_numbers(const DeltaRuleDeviceProblem& p, int head, const Place& own) {
+template <int kK>
+__device__ __forceinline__ GateNumbers gate_numbers(const DeltaRuleDeviceProblem& p, int head, const Place<kK>& own) {
   GateNumbers numbers{0, 0, make_float2(0, 0)};
   if (!p.gate_in_kernel) return numbers;
   numbers.rate = gate_rate(p, head);
@@ -253,9 +280,9 @@ __device__ __forceinline__ float log2_of(const GateNumbers& gate, float bias, fl
 }
 
 // What the gate tensor holds.
-template <DType kType>
-__device__ __forceinline__ void read_gates(Shared& s, const DeltaRuleDeviceProblem& p, bool in_shared, const Item& item,
-                                           const Place& own, Sums& x) {
+template <DType kType, int kK>
+__device__ __forceinline__ void read_gates(Shared<kK>& s, const DeltaRuleDeviceProblem& p, bool in_shared,
+                                           const Item& item, const Place<kK>& own, Sums& x) {
   if (!in_shared) {
     load_gates(p.g, item.span, item.head, p.head_dim_k, own, x);
     return;
@@ -266,8 +293,9 @@ __device__ __forceinline__ void read_gates(Shared& s, const DeltaRuleDeviceProbl
 
 // Their running sums in place of the gates. Rows beyond the tokens, and channels beyond K, have no decay. Returns whether
 // a decay is above 1, as only gates from outside can be.
+template <int kK>
 __device__ __forceinline__ bool sum_gates(const DeltaRuleDeviceProblem& p, const GateNumbers& gate, int rows,
-                                          const Place& own, Sums& c) {
+                                          const Place<kK>& own, Sums& c) {
   bool rises = false;
   chunk_16bit::with_gate_kind(p, [&](auto kind) {
     constexpr GateKind kKind = decltype(kind)::value;
@@ -306,14 +334,15 @@ __device__ __forceinline__ uint32_t pack(float2 x) {
 }
 
 // c of a tile.
-__device__ __forceinline__ float2 total_at(const Shared& s, int tile, const Place& own) {
-  return *reinterpret_cast<const float2*>(s.total + tile * kWidth + own.channel);
+template <int kK>
+__device__ __forceinline__ float2 total_at(const Shared<kK>& s, int tile, const Place<kK>& own) {
+  return *reinterpret_cast<const float2*>(s.total + tile * kK + own.channel);
 }
 
 // The rows of both sides of the products, and the scan's three copies of the keys; with one anchor the rising rows are two
 // of them.
-template <DType kType, bool kOneAnchor>
-__device__ __forceinline__ void scale_rows(Shared& s, const ChunkArgs& args, int64_t item, const Place& own,
+template <DType kType, bool kOneAnchor, int kK>
+__device__ __forceinline__ void scale_rows(Shared<kK>& s, const ChunkArgs& args, int64_t item, const Place<kK>& own,
                                            const Sums& c) {
   float2 before = make_float2(0, 0), after = make_float2(0, 0);  // the whole tiles on either side
 #pragma unroll
@@ -323,9 +352,9 @@ __device__ __forceinline__ void scale_rows(Shared& s, const ChunkArgs& args, int
   }
   const float2 whole = total_at(s, own.tile, own), all = before + whole + after;
   const float2 on_reads = exp2_approx(before), on_write = exp2_approx(kOneAnchor ? all : after);
-  uint16_t* to = args.factors.keys + (item * kKeyCopies * kChunkRows + own.top) * kWidth + own.channel;
+  uint16_t* to = args.factors.keys + (item * kKeyCopies * kChunkRows + own.top) * kK + own.channel;
   const auto store = [&](KeyCopy copy, int i, float2 x) {
-    *reinterpret_cast<uint32_t*>(to + (copy * kChunkRows + i) * kWidth) = pack<kType>(x);
+    *reinterpret_cast<uint32_t*>(to + (copy * kChunkRows + i) * kK) = pack<kType>(x);
   };
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -344,10 +373,10 @@ __device__ __forceinline__ void scale_rows(Shared& s, const ChunkArgs& args, int
     }
   }
   if (own.tile == kTiles - 1) {
-    *reinterpret_cast<float2*>(args.factors.total + item * kWidth + own.channel) = exp2_approx(all);
+    *reinterpret_cast<float2*>(args.factors.total + item * kK + own.channel) = exp2_approx(all);
   }
   if constexpr (!kOneAnchor) {
-    *reinterpret_cast<float2*>(s.inverse + own.tile * kWidth + own.channel) = exp2_approx(make_float2(0, 0) - whole);
+    *reinterpret_cast<float2*>(s.inverse + own.tile * kK + own.channel) = exp2_approx(make_float2(0, 0) - whole);
     // Tiles 1 and 2 themselves, and in the place of tile 3 both.
     const float2 between = own.tile < 3 ? whole : total_at(s, 1, own) + total_at(s, 2, own);
     *reinterpret_cast<float2*>(s.between[own.tile] + own.channel) = exp2_approx(between);
@@ -355,12 +384,13 @@ __device__ __forceinline__ void scale_rows(Shared& s, const ChunkArgs& args, int
 }
 
 // By one thread: the rising rows of one anchor to memory.
-__device__ __forceinline__ void store_copies(Shared& s, const FactorMaps& maps, int item) {
-  const auto store = [&](const KeyMemory& memory, KeyCopy copy) {
-    const KeyRows rows(memory);
+template <int kK>
+__device__ __forceinline__ void store_copies(Shared<kK>& s, const FactorMaps& maps, int item) {
+  const auto store = [&](const KeyMemory<kK>& memory, KeyCopy copy) {
+    const KeyRows<kK> rows(memory);
 #pragma unroll
-    for (int p = 0; p < KeyRows::kPanels; ++p) {
-      store_box(maps.copies, {p * KeyRows::kPanelColumns, 0, copy, item}, rows.panel(p));
+    for (int p = 0; p < rows.kPanels; ++p) {
+      store_box(maps.copies, {p * rows.kPanelColumns, 0, copy, item}, rows.panel(p));
     }
   };
   store(s.k, kReader);
@@ -370,20 +400,21 @@ __device__ __forceinline__ void store_copies(Shared& s, const FactorMaps& maps, 
 
 // Of a strong tile on the diagonal of A or sP, by one warp: the products of `rows`, k or q, with k. Lane l has column
 // l % 16 and half of the channels.
-template <DType kType>
-__device__ __forceinline__ void sum_strong(Shared& s, unsigned char* rows, int tile, int lane, float (&sums)[kRows]) {
+template <DType kType, int kK>
+__device__ __forceinline__ void sum_strong(Shared<kK>& s, unsigned char* rows, int tile, int lane,
+                                           float (&sums)[kRows]) {
   const int j = lane % kRows, top = kRows * tile;
 #pragma unroll 1
-  for (int channel = lane / kRows * 4; channel < kWidth; channel += kWarpSize / kRows * 4) {
+  for (int channel = lane / kRows * 4; channel < kK; channel += kWarpSize / kRows * 4) {
     float running[4] = {};
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int at = key_offset(top + i, channel);
+      const int at = key_offset<kK>(top + i, channel);
       const uint2 k_words = *reinterpret_cast<const uint2*>(s.k + at),
                   words = *reinterpret_cast<const uint2*>(rows + at);
       const float2 k_i[2] = {unpack<kType>(k_words.x), unpack<kType>(k_words.y)};
       const float2 x_i[2] = {unpack<kType>(words.x), unpack<kType>(words.y)};
-      const float4 g = *reinterpret_cast<const float4*>(s.log2_decay + (top + i) * kWidth + channel);
+      const float4 g = *reinterpret_cast<const float4*>(s.log2_decay + (top + i) * kK + channel);
       const float2 decay[2] = {exp2_approx(make_float2(g.x, g.y)), exp2_approx(make_float2(g.z, g.w))};
       running[0] = i == j ? k_i[0].x : running[0] * decay[0].x;
       running[1] = i == j ? k_i[0].y : running[1] * decay[0].y;
@@ -395,23 +426,11 @@ __device__ __forceinline__ void sum_strong(Shared& s, unsigned char* rows, int t
   }
 }
 
-// All strong tiles, before k and q are scaled: four warps for A, four for sP. The sums have no registers meanwhile.
-template <DType kType>
-__device__ __forceinline__ void make_strong(Shared& s, const ChunkArgs& args, int warp, int lane, const Place& own,
-                                            Sums& c) {
-  const auto log2_decay = [&](int i) -> float2& {
-    return *reinterpret_cast<float2*>(s.log2_decay + (own.top + i) * kWidth + own.channel);
-  };
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) log2_decay(i) = i == 0 ? c[0] : c[i] - c[i - 1];
-  __syncthreads();
-  const int tile = warp % kTiles, top = kRows * tile, j = lane % kRows;
-  const bool of_A = warp < kTiles;
-  float sums[kRows] = {};
-  if (s.strong[tile]) sum_strong<kType>(s, of_A ? s.k : s.q, tile, lane, sums);
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) c[i] = i == 0 ? log2_decay(0) : c[i - 1] + log2_decay(i);
-  __syncthreads();  // A lies where the decays were
+// Tile `at` of the eight on the diagonals, if it is strong: of A, or to memory of sP.
+template <DType kType, int kK>
+__device__ __forceinline__ void store_strong(Shared<kK>& s, const ChunkArgs& args, int at, int lane,
+                                             const float (&sums)[kRows]) {
+  const int tile = at % kTiles, top = kRows * tile, j = lane % kRows;
   if (!s.strong[tile]) return;
   uint16_t* sP = sP_of(args, s);
 #pragma unroll
@@ -419,7 +438,7 @@ __device__ __forceinline__ void make_strong(Shared& s, const ChunkArgs& args, in
     const float x = s.on_rows[top + j].x * (sums[i] + __shfl_xor_sync(kAllLanes, sums[i], kRows));
     const float2 on = s.on_rows[top + i];
     if (lane >= kRows) continue;
-    if (of_A) {
+    if (at < kTiles) {
       s.A[(top + j) * kPitchOfA + top + i] = s.beta[top + i] * on.x * x;
     } else {
       sP[(top + i) * kChunkRows + top + j] = static_cast<uint16_t>(fastweight::cuda::pack<kType>(on.y * x, 0.0f));
@@ -427,13 +446,38 @@ __device__ __forceinline__ void make_strong(Shared& s, const ChunkArgs& args, in
   }
 }
 
-// Tile (row, column) of rows falling^T, by one warp. `factor`, one per channel, belongs to the falling rows.
-template <DType kType, bool kFactor>
-__device__ __forceinline__ void multiply_rows(const Shared& s, const unsigned char* rising_rows, int row, int column,
-                                              const float* factor, int lane, float (&sum)[2][4]) {
-  const KeyRows rising(rising_rows), falling(s.falling);
+// All strong tiles, before k and q are scaled: of eight warps four for A, four for sP. The sums have no registers meanwhile.
+template <DType kType, int kK>
+__device__ __forceinline__ void make_strong(Shared<kK>& s, const ChunkArgs& args, int warp, int lane,
+                                            const Place<kK>& own, Sums& c) {
+  const auto log2_decay = [&](int i) -> float2& {
+    return *reinterpret_cast<float2*>(s.log2_decay + (own.top + i) * kK + own.channel);
+  };
 #pragma unroll
-  for (int m = 0; m < kWidth / 16; ++m) {
+  for (int i = 0; i < kRows; ++i) log2_decay(i) = i == 0 ? c[0] : c[i] - c[i - 1];
+  __syncthreads();
+  float sums[kTurns<kK>][kRows] = {};
+#pragma unroll
+  for (int turn = 0; turn < kTurns<kK>; ++turn) {
+    const int at = warp + turn * kWarps<kK>, tile = at % kTiles;
+    if (s.strong[tile]) sum_strong<kType>(s, at < kTiles ? s.k : s.q, tile, lane, sums[turn]);
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) c[i] = i == 0 ? log2_decay(0) : c[i - 1] + log2_decay(i);
+  __syncthreads();  // A lies where the decays were
+#pragma unroll
+  for (int turn = 0; turn < kTurns<kK>; ++turn) {
+    store_strong<kType>(s, args, warp + turn * kWarps<kK>, lane, sums[turn]);
+  }
+}
+
+// Tile (row, column) of rows falling^T, by one warp. `factor`, one per channel, belongs to the falling rows.
+template <DType kType, bool kFactor, int kK>
+__device__ __forceinline__ void multiply_rows(const Shared<kK>& s, const unsigned char* rising_rows, int row,
+                                              int column, const float* factor, int lane, float (&sum)[2][4]) {
+  const KeyRows<kK> rising(rising_rows), falling(s.falling);
+#pragma unroll
+  for (int m = 0; m < kK / 16; ++m) {
     uint32_t a[4], b[4];
     rising.load_a(kRows * row, m, lane, a);
     falling.load_b(kRows * column, m, lane, b);
@@ -451,8 +495,8 @@ __device__ __forceinline__ void multiply_rows(const Shared& s, const unsigned ch
 }
 
 // Tile `at` of the ten on and below the diagonal: of A, or to memory of sP. Strong tiles are there.
-template <DType kType, bool kOfA>
-__device__ __forceinline__ void make_tile(Shared& s, const ChunkArgs& args, int at, int lane) {
+template <DType kType, bool kOfA, int kK>
+__device__ __forceinline__ void make_tile(Shared<kK>& s, const ChunkArgs& args, int at, int lane) {
   const int row = at < 4 ? 3 : at < 7 ? 2 : at < 9 ? 1 : 0, column = at - (at < 4 ? 0 : at < 7 ? 4 : at < 9 ? 7 : 9);
   if (row == column && s.strong[row]) return;
   float sum[2][4] = {};
@@ -460,7 +504,7 @@ __device__ __forceinline__ void make_tile(Shared& s, const ChunkArgs& args, int 
   if (!s.apart || row == column + 1) {
     multiply_rows<kType, false>(s, rising, row, column, nullptr, lane, sum);
   } else {
-    const float* factor = row == column ? s.inverse + row * kWidth : s.between[row == column + 3 ? 3 : column + 1];
+    const float* factor = row == column ? s.inverse + row * kK : s.between[row == column + 3 ? 3 : column + 1];
     multiply_rows<kType, true>(s, rising, row, column, factor, lane, sum);
   }
   uint16_t* sP = sP_of(args, s);
@@ -482,13 +526,14 @@ __device__ __forceinline__ void make_tile(Shared& s, const ChunkArgs& args, int 
 }
 
 // The tiles that are a warp's, one of `warps`.
-template <DType kType, bool kOfA>
-__device__ __forceinline__ void make_tiles(Shared& s, const ChunkArgs& args, int warp, int warps, int lane) {
+template <DType kType, bool kOfA, int kK>
+__device__ __forceinline__ void make_tiles(Shared<kK>& s, const ChunkArgs& args, int warp, int warps, int lane) {
 #pragma unroll 1
   for (int at = warp; at < 10; at += warps) make_tile<kType, kOfA>(s, args, at, lane);
 }
 
-__device__ __forceinline__ void store_token_factors(const Shared& s, int64_t item, const ChunkFactors& factors) {
+template <int kK>
+__device__ __forceinline__ void store_token_factors(const Shared<kK>& s, int64_t item, const ChunkFactors& factors) {
   const int i = static_cast<int>(threadIdx.x);
   if (i >= kChunkRows) return;
   factors.token[item * kChunkRows + i] = s.beta[i];
@@ -498,10 +543,10 @@ __device__ __forceinline__ void store_token_factors(const Shared& s, int64_t ite
   row[chunk_16bit::kRstdOfK * kChunkRows + i] = s.on_rows[i].x;
 }
 
-template <DType kType>
-__global__ void __launch_bounds__(kThreads, kBlocksOnOne)
+template <DType kType, int kK>
+__global__ void __launch_bounds__(kThreads<kK>, kBlocksOnOne<kK>)
     channel_factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ FactorMaps maps) {
-  auto& s = aligned_shared<Shared>();
+  auto& s = aligned_shared<Shared<kK>>();
   const DeltaRuleDeviceProblem& p = args.problem;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpSize, warp = uniform_warp();
   wait_for_previous_kernels();
@@ -516,7 +561,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOnOne)
   __syncthreads();
   const Item& item = s.item;
   if (item.span.sequence < 0) return;
-  const Place own(thread);
+  const Place<kK> own(thread);
   const GateNumbers gate = gate_numbers(p, item.head, own);
   if (thread < kChunkRows) s.beta[thread] = chunk_beta(p, item.span, item.head, thread);
   s.filled.wait(0);
@@ -525,7 +570,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOnOne)
   norms<kType>(s, p, warp, opaque_below<kWarpSize>(lane));  // no address is kept for later: registers are short
   const bool rises = sum_gates(p, gate, item.tokens - own.top, own, c);
   const float2 total = c[kRows - 1];
-  *reinterpret_cast<float2*>(s.total + own.tile * kWidth + own.channel) = total;
+  *reinterpret_cast<float2*>(s.total + own.tile * kK + own.channel) = total;
   if (rises || !(fminf(total.x, total.y) >= kMild<kType>)) s.apart = true;
   if (total.x < kStrong<kType> || total.y < kStrong<kType>) s.strong[own.tile] = true;
   __syncthreads();
@@ -539,28 +584,32 @@ __global__ void __launch_bounds__(kThreads, kBlocksOnOne)
     scale_rows<kType, false>(s, args, item.factors, own, c);
     __syncthreads();
   }
-  make_tiles<kType, true>(s, args, warp, kWarps, lane);
+  make_tiles<kType, true>(s, args, warp, kWarps<kK>, lane);
   if (thread == 0) wait_stores_read<0>();  // J lies where k was
   __syncthreads();
-  // The first step of the inversion is for four warps; the others make sP meanwhile.
-  if (warp >= kTiles) make_tiles<kType, false>(s, args, warp - kTiles, kWarps - kTiles, lane);
+  // The first step of the inversion is for four warps; others, if there are any, make sP meanwhile.
+  if constexpr (kWarps<kK> == kTiles) {
+    make_tiles<kType, false>(s, args, warp, kWarps<kK>, lane);
+  } else if (warp >= kTiles) {
+    make_tiles<kType, false>(s, args, warp - kTiles, kWarps<kK> - kTiles, lane);
+  }
   invert_unit_lower(s.A, s.J, warp, lane);
   __syncthreads();
-  chunk_16bit::store_lower<kType, kThreads>(s.J, args.factors.J + item.factors * kChunkRows * kChunkRows);
+  chunk_16bit::store_lower<kType, kThreads<kK>>(s.J, args.factors.J + item.factors * kChunkRows * kChunkRows);
   store_token_factors(s, item.factors, args.factors);
 }
 
-TensorMap rows_map(const TensorView& x) { return token_map(x, kChunkRows, KeyRows::kPanelColumns, Swizzle::k128); }
+TensorMap rows_map(const TensorView& x) { return token_map(x, kChunkRows, kBoxColumns, Swizzle::k128); }
 
 }  // namespace
 
-TensorMap copies_map(const uint16_t* copies, DType dtype, int64_t items) {
+TensorMap copies_map(const uint16_t* copies, DType dtype, int padded_k, int64_t items) {
   return tensor_map({.data = copies,
                      .dtype = dtype,
                      .rank = 4,
-                     .sizes = {kWidth, kChunkRows, kKeyCopies, items},
-                     .strides = {1, kWidth, kChunkRows * kWidth, kKeyCopies * kChunkRows * kWidth},
-                     .box = {KeyRows::kPanelColumns, kChunkRows, 1, 1},
+                     .sizes = {padded_k, kChunkRows, kKeyCopies, items},
+                     .strides = {1, padded_k, kChunkRows * padded_k, kKeyCopies * kChunkRows * padded_k},
+                     .box = {kBoxColumns, kChunkRows, 1, 1},
                      .swizzle = Swizzle::k128});
 }
 
@@ -574,9 +623,9 @@ bool takes_channel_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& size
   // Of boxes, tokens and chunks, places are 32-bit numbers; so are those of blocks.
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - kChunkRows;
   const int64_t most_chunks = sizes.batch * sizes.tokens + sizes.num_sequences;
-  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 && sizes.head_dim_k > kWidth / 2 &&
-         sizes.head_dim_k <= kWidth && has_token_map(in.q) && has_token_map(in.k) && sizes.tokens <= kMost &&
-         most_chunks * sizes.num_value_heads <= kMost && lacks_shared_memory(sizeof(Shared), device).empty();
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 && sizes.head_dim_k <= kMostK &&
+         has_token_map(in.q) && has_token_map(in.k) && sizes.tokens <= kMost &&
+         most_chunks * sizes.num_value_heads <= kMost && lacks_shared_memory(sizeof(Shared<kMostK>), device).empty();
 }
 
 void launch_channel_factors(const DeltaRuleInputs& in, const ChunkArgs& args, const Context& context) {
@@ -585,12 +634,17 @@ void launch_channel_factors(const DeltaRuleInputs& in, const ChunkArgs& args, co
   maps.q = rows_map(in.q);
   maps.has_g = in.g.dtype == in.k.dtype && has_token_map(in.g);
   if (maps.has_g) maps.g = rows_map(in.g);
-  maps.copies = copies_map(args.factors.keys, in.k.dtype, count_items(args));
+  maps.copies = copies_map(args.factors.keys, in.k.dtype, padded_k(args.problem.head_dim_k), count_items(args));
   const int64_t items = chunk_16bit::chunks_in_window(args) * args.problem.num_value_heads;
-  const LaunchShape shape{static_cast<unsigned>(items), kThreads, sizeof(Shared), true};
-  constexpr auto kName = "delta_rule chunk_sm90 factors per channel";
-  in.k.dtype == DType::kBF16 ? launch<channel_factors_kernel<DType::kBF16>>(kName, context, shape, args, maps)
-                             : launch<channel_factors_kernel<DType::kF16>>(kName, context, shape, args, maps);
+  const auto of = [&]<DType kType, int kK>() {
+    const LaunchShape shape{static_cast<unsigned>(items), kThreads<kK>, sizeof(Shared<kK>), true};
+    launch<channel_factors_kernel<kType, kK>>("delta_rule chunk_sm90 factors per channel", context, shape, args, maps);
+  };
+  const auto of_type = [&]<DType kType>() {
+    padded_k(args.problem.head_dim_k) == 64 ? of.template operator()<kType, 64>()
+                                            : of.template operator()<kType, 128>();
+  };
+  in.k.dtype == DType::kBF16 ? of_type.template operator()<DType::kBF16>() : of_type.template operator()<DType::kF16>();
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -16,9 +16,9 @@ struct FactorMaps {
   bool has_g = false;  // the gates have the type of the keys, and such a map
 };
 
-// The copies of the keys of `items` pairs of a chunk and a value head, [items][3][64][128], in boxes of 64 x 64:
+// The copies of the keys of `items` pairs of a chunk and a value head, [items][3][64][padded K], in boxes of 64 x 64:
 // {column, 0, KeyCopy, item}.
-TensorMap copies_map(const uint16_t* copies, DType dtype, int64_t items);
+TensorMap copies_map(const uint16_t* copies, DType dtype, int padded_k, int64_t items);
 
 // Pairs of a chunk and a value head that there is scratch memory for.
 int64_t count_items(const chunk_16bit::ChunkArgs& args);

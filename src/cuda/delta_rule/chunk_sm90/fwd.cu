@@ -16,11 +16,16 @@ namespace {
 using chunk_16bit::ChunkArgs;
 using chunk_16bit::kChunkRows;
 
+// Of ranges of 64 value columns, of all heads.
+int64_t count_ranges(const DeltaRuleSizes& sizes) {
+  return sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + 63) / 64);
+}
+
 // Of boxes, tokens and chunks, places are 32-bit numbers, and so are the parts of the scan.
 bool fits_places(const DeltaRuleForwardProblem& problem, int64_t num_chunks) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 2 - kChunkRows;
   const DeltaRuleSizes& sizes = problem.sizes;
-  return sizes.tokens <= kMost && std::max(num_chunks, sizes.num_sequences) * sizes.num_value_heads <= kMost;
+  return sizes.tokens <= kMost && std::max(num_chunks * sizes.num_value_heads, count_ranges(sizes)) <= kMost;
 }
 
 void clear_flags(const ChunkArgs& args, uint32_t* flags, const Context& context) {
@@ -39,11 +44,14 @@ int64_t heads_of(const DeltaRuleForwardProblem& problem) {
 }
 
 int columns_of(const DeltaRuleForwardProblem& problem) {
-  return scan_columns(heads_of(problem), problem.args.in.q.device.index);
+  return scan_columns(problem.sizes, problem.args.in.q.device.index);
 }
 
-// Blocks of 64 columns would make it twice.
-bool leaves_sP_to_scan(const DeltaRuleForwardProblem& problem) { return columns_of(problem) == kWidth; }
+// Where a head has several blocks, each would make it; two blocks of K <= 64 on a multiprocessor have no registers for it.
+bool leaves_sP_to_scan(const DeltaRuleForwardProblem& problem) {
+  const int columns = columns_of(problem);
+  return columns == 128 && problem.sizes.head_dim_v <= columns;
+}
 
 // Where a scan that makes sP leaves multiprocessors idle, it begins when so many factors are there that the others can be
 // made on those beside it: 0.38 ms instead of 0.43 with 96 heads of 8192 tokens on an H200. Scans with narrow blocks lose
@@ -53,7 +61,7 @@ FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ChunkArgs
   const DeltaRuleDeviceProblem& p = args.problem;
   const int blocks = multiprocessors_of(problem);
   FactorOrder order = one_by_one(args, !leaves_sP_to_scan(problem), blocks);
-  const int groups = factor_groups(order.with_sP);
+  const int groups = factor_groups(padded_k(problem.sizes.head_dim_k), order.with_sP);
   const int64_t heads = heads_of(problem), idle = blocks - heads;
   if (p.sequences.offsets != nullptr || order.with_sP || 16 * idle < blocks || order.pairs < 2 * groups * blocks)
     return order;
@@ -66,15 +74,15 @@ FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ChunkArgs
 
 }  // namespace
 
-// Few heads: narrow blocks, as long as each has a multiprocessor of its own.
-int scan_columns(int64_t heads, int device) {
-  return 2 * heads <= device_attribute(cudaDevAttrMultiProcessorCount, device) ? kWidth / 2 : kWidth;
+// Few heads: narrow blocks, as long as each has a multiprocessor of its own. With K <= 64 or K > 128 there are no others.
+int scan_columns(const DeltaRuleSizes& sizes, int device) {
+  if (padded_k(sizes.head_dim_k) != 128 || sizes.head_dim_v <= 64) return 64;
+  return count_ranges(sizes) <= device_attribute(cudaDevAttrMultiProcessorCount, device) ? 64 : 128;
 }
 
-std::string declines_widths(const DeltaRuleSizes& sizes, int device) {
+std::string declines_widths(const DeltaRuleSizes& sizes, int most_k, int device) {
   if (device_attribute(cudaDevAttrComputeCapabilityMajor, device) != 9) return "needs compute capability 9.0";
-  const auto fits = [](int64_t width) { return width > kWidth / 2 && width <= kWidth; };
-  return fits(sizes.head_dim_k) && fits(sizes.head_dim_v) ? "" : "K and V must be from 65 to 128";
+  return sizes.head_dim_k <= most_k ? "" : "takes K up to " + std::to_string(most_k);
 }
 
 ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkArgs& args) {
@@ -90,8 +98,9 @@ ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkAr
 ChannelScanMaps channel_scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkArgs& args) {
   const DType dtype = in.k.dtype;
   const int64_t items = count_items(args);
-  return {copies_map(args.factors.keys, dtype, items), rows_map(in.v), o.present() ? rows_map(o) : TensorMap{},
-          lower_map(args.factors.J, dtype, items), lower_map(args.factors.sP, dtype, items)};
+  return {copies_map(args.factors.keys, dtype, padded_k(args.problem.head_dim_k), items), rows_map(in.v),
+          o.present() ? rows_map(o) : TensorMap{}, lower_map(args.factors.J, dtype, items),
+          lower_map(args.factors.sP, dtype, items)};
 }
 
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items) {
@@ -110,19 +119,24 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   const DeltaRuleInputs& in = problem.args.in;
   const DeltaRuleSizes& sizes = problem.sizes;
   if (const std::string reason = chunk_16bit::declines_forward(problem); !reason.empty()) return reason;
-  if (const std::string reason = declines_widths(sizes, in.q.device.index); !reason.empty()) return reason;
+  const int most_k = chunk_16bit::has_decay_per_channel(problem) ? kMostK : kMostForwardK;
+  if (const std::string reason = declines_widths(sizes, most_k, in.q.device.index); !reason.empty()) return reason;
   if (!has_token_map(in.q) || !has_token_map(in.k) || !has_token_map(in.v) || !has_token_map(problem.args.o)) {
     return "rows of q, k, v and o must lie together, at multiples of 16 bytes";
   }
   const auto sequences = device_sequences(in.cu_seqlens, sizes.num_sequences, sizes.tokens);
   if (!fits_places(problem, max_chunks(sequences, problem.args.options.chunk_size))) return "too many tokens";
-  if (chunk_16bit::has_decay_per_channel(problem)) return lacks_shared_memory(channel_scan_bytes(), in.q.device.index);
-  return lacks_shared_memory(std::max({factors_bytes(true), factors_bytes(false), scan_bytes()}), in.q.device.index);
+  const int K = padded_k(sizes.head_dim_k);
+  return lacks_shared_memory(chunk_16bit::has_decay_per_channel(problem)
+                                 ? channel_scan_bytes(K)
+                                 : std::max({factors_bytes(K, true), factors_bytes(K, false), scan_bytes(K)}),
+                             in.q.device.index);
 }
 
 std::string config_text(const DeltaRuleForwardProblem& problem) {
-  return "K " + std::to_string(kWidth) + ", columns " + std::to_string(columns_of(problem)) + ", stages " +
-         std::to_string(kStages);
+  const int K = padded_k(problem.sizes.head_dim_k);
+  return "K " + std::to_string(K) + ", columns " + std::to_string(columns_of(problem)) + ", stages " +
+         std::to_string(scan_stages(K));
 }
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {

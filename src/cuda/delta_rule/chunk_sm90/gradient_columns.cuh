@@ -41,7 +41,7 @@ __device__ __forceinline__ void for_each_part_in_shared(const ChunkArgs& args, i
 }
 
 // The columns of a warpgroup, one of kGroups that share the columns of a block.
-template <int kGroups>
+template <int kK, int kGroups>
 struct GradientColumns {
   const GradientArgs& args;
   const ScanPart& part;
@@ -56,35 +56,35 @@ struct GradientColumns {
   template <class Float>
   __device__ __forceinline__ Float* carried(Float* states) const {
     constexpr int kColumns = kGroups * kGroupColumns;
-    return chunk_16bit::carried_at(args.chunk, states, part, walk, kColumns, kColumns * kWidth,
+    return chunk_16bit::carried_at(args.chunk, states, part, walk, kColumns, kColumns * kK,
                                    static_cast<int>(threadIdx.x));
   }
 
-  __device__ __forceinline__ void load_last_gradient(StateSums& G) const {
+  __device__ __forceinline__ void load_last_gradient(StateSums<kK>& G) const {
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
     if (!walk.closes) {
       chunk_16bit::take_tiles<kStateThreads>(carried(args.chunk.carried.taken), G);
     } else if (args.d_final_state.present()) {
-      load_state<kWidth>(args.d_final_state, state_offset(args.d_final_state, part), column(), p.head_dim_k,
-                         p.head_dim_v, lane, G);
+      load_state<kK>(args.d_final_state, state_offset(args.d_final_state, part), column(), p.head_dim_k, p.head_dim_v,
+                     lane, G);
     }
   }
 
-  __device__ __forceinline__ void store_first_gradient(StateSums& G) const {
+  __device__ __forceinline__ void store_first_gradient(StateSums<kK>& G) const {
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
     if (!walk.opens) {
       chunk_16bit::give_tiles<kStateThreads>(carried(args.chunk.carried.given), G);
     } else if (args.d_initial_state.present()) {
-      store_state<kWidth>(args.d_initial_state, state_offset(args.d_initial_state, part), column(), p.head_dim_k,
-                          p.head_dim_v, lane, G);
+      store_state<kK>(args.d_initial_state, state_offset(args.d_initial_state, part), column(), p.head_dim_k,
+                      p.head_dim_v, lane, G);
     }
   }
 
   // G^T, rounded, to a StateTile.
-  __device__ __forceinline__ void write_G(const void* memory, const Fragments<kKeySteps>& rG) const {
-    const StateTile tile(memory);
+  __device__ __forceinline__ void write_G(const void* memory, const Fragments<kKeySteps<kK>>& rG) const {
+    const StateTile<kK> tile(memory);
 #pragma unroll
-    for (int m = 0; m < kKeySteps; ++m) tile.store_a(16 * warp, m, lane, rG[m]);
+    for (int m = 0; m < kKeySteps<kK>; ++m) tile.store_a(16 * warp, m, lane, rG[m]);
   }
 
   // Y^T = X to a WritesTile, and dv = beta Y to a ValueTile, both rounded.
@@ -115,7 +115,7 @@ struct GradientColumns {
 };
 
 // The warps that store, by one lane each: for a warpgroup, which goes on meanwhile.
-template <int kGroups, class Maps, class Shared>
+template <int kK, int kGroups, class Maps, class Shared>
 struct BackStorer {
   const GradientArgs& args;
   const Maps& maps;
@@ -123,7 +123,7 @@ struct BackStorer {
   int group;
 
   __device__ __forceinline__ void run(int64_t parts) const {
-    const StateTile G(s.leaving[group].G);
+    const StateTile<kK> G(s.leaving[group].G);
     const WritesTile Y(s.leaving[group].Y);
     const ValueTile dv(s.leaving[group].dv);
     auto& barriers = s.barriers_of_leaving;
@@ -136,8 +136,8 @@ struct BackStorer {
             static_cast<int>(args.chunk.window.slot_of(chunk)) * args.chunk.problem.num_value_heads + part.head;
         barriers.G_ready[group].wait(parity);
 #pragma unroll
-        for (int p = 0; p < StateTile::kPanels; ++p) {
-          store_box(maps.G, {p * StateTile::kPanelColumns, column, slot}, G.panel(p));
+        for (int p = 0; p < G.kPanels; ++p) {
+          store_box(maps.G, {p * G.kPanelColumns, column, slot}, G.panel(p));
         }
         commit_stores();
         wait_stores_read<0>();

@@ -1,19 +1,21 @@
-// The gradients of every chunk on Hopper, for one decay per head or none and K, V <= 128. See ../chunk_16bit/gradient.cuh
+// The gradients of every chunk on Hopper, for one decay per head or none, K <= 128 and V <= 128. See ../chunk_16bit/gradient.cuh
 // for the equations, and ../chunk_16bit/gradients.cuh for how norms and sums of M go into them: this kernel computes the
 // same.
 //
 // A block takes one pair of a chunk and a key head after the other, and of each the value heads of the group, whose dq and
-// dk add up. One warp brings the operands of the next head by TMA while two warpgroups work on one:
+// dk add up. One warp brings the operands of the next head by TMA while two warpgroups work on one, or with K, V <= 64 one:
 //
 //     1   a warpgroup has 64 value columns:      X = S^T k^T,   R^T = bD^T J^T,   bD^T = beta (v^T - e X)
-//     2   it has 32 columns of pairs:            dP = d_o R^T,  dA = -Y R^T,  k k^T
+//     2   it has 32 columns of pairs, or 64:     dP = d_o R^T,  dA = -Y R^T,  k k^T
 //         with all decays and norms they become operands, P' in the place of sP, and A' + A'^T; and sums of M
-//     3   it has 64 channels:                    dq = scale e (d_o S^T) + P' k
+//     3   it has 64 channels or, of K <= 64, 32: dq = scale e (d_o S^T) + P' k
 //                                                dk = -beta e (Y S^T) + w (R G^T) + (A' + A'^T) k + P'^T q
 //
-// The products of step 3 with states run while step 2 works on what its own gave. Two more warps make dg and dbeta of the
-// sums that the warpgroups leave. dq and dk leave through the tiles of q and k: a warpgroup writes only the panel that it
-// alone reads in step 3.
+// The products of step 3 with states run while step 2 works on what its own gave, where registers allow. Two more warps make
+// dg and dbeta of the sums that the warpgroups leave. dq and dk leave through the tiles of q and k: a warpgroup writes only
+// the channels that it alone reads in step 3.
+//
+// With K, V <= 64 two blocks are on a multiprocessor: a warpgroup alone has what it waits for filled by the other block's.
 #pragma once
 
 #include "cuda/common/launch.h"
@@ -28,29 +30,30 @@ using chunk_16bit::GradientArgs;
 using chunk_16bit::Item;
 using chunk_16bit::kRowNumbers;
 
-constexpr int kGradientThreads = 3 * kGroupThreads, kWorkers = 2 * kGroupThreads;
-constexpr int kGradientRegisters = 208, kBringerRegisters = 88;
-
-using StatesTile = PanelTile<kWidth, kWidth>;        // S^T and G^T: a row per value column
-using WrittenTile = PanelTile<kWidth, kChunkRows>;   // Y^T and R^T
-using HalfTile = PanelTile<kChunkRows, kWidth / 2>;  // a panel of a tile of tokens
-using Pairs = float[kChunkRows / 16][4];             // [64 tokens x 32 tokens], of a warp's 16
-using Rows = float[kWidth / 16][4];                  // [64 tokens x 64 channels] as C tiles of a warp's 16 tokens
+using PanelOfTokens = PanelTile<kChunkRows, 64>;  // of a tile of tokens
 
 struct GradientNumbers {
   float row[kRowNumbers * kChunkRows], token[kTokenFactors * kChunkRows];
 };
 
-// What the warpgroups leave for the numbers of a token: the sums of gradients_tokens.cuh, with M = M^P + beta M^A, in
-// halves of the columns of pairs, of the channels or of the value columns.
+// A number per token, in the shares of the warpgroups: of columns of pairs, of channels or of value columns.
+template <int kGroups>
+struct SharedSums {
+  float of[kGroups][kChunkRows];
+
+  __device__ __forceinline__ float at(int i) const { return kGroups == 2 ? of[0][i] + of[kGroups - 1][i] : of[0][i]; }
+};
+
+// What the warpgroups leave for the numbers of a token: the sums of gradients_tokens.cuh, with M = M^P + beta M^A.
+template <int kGroups>
 struct GradientSums {
-  float columns[chunk_16bit::kBlocks][kChunkRows];         // of M, over the rows of a block
-  float row_of_P[2][kChunkRows], row_of_A[2][kChunkRows];  // of M^P and M^A
-  float row_below[2][kChunkRows];                          // of M, without the diagonal block
+  float columns[chunk_16bit::kBlocks][kChunkRows];  // of M, over the rows of a block
+  SharedSums<kGroups> row_of_P, row_of_A;           // of M^P and M^A
+  SharedSums<kGroups> row_below;                    // of M, without the diagonal block
   float within[kChunkRows];
-  float a_q[2][kChunkRows], a_k[2][kChunkRows], b[2][kChunkRows];
-  float yv[2][2][kChunkRows];  // Y . v, of this item and the next
-  float state_dot[kWorkers / kWarpSize];
+  SharedSums<kGroups> a_q, a_k, b;
+  SharedSums<kGroups> yv[2];  // Y . v, of this item and the next
+  float state_dot[kGroups * kGroupWarps];
 };
 
 // Barriers `filled` and `free` as in TransactionBarrier. What is free together is brought together:
@@ -63,20 +66,44 @@ struct GradientSums {
 //     sums      the other way: filled when the warpgroups have left all sums of an item
 //
 // Step 1 waits for `first_filled`: v, J, S and Y; step 2 for `second_filled`: d_o and sP, and `third_filled`: G.
-struct alignas(1024) GradientShared {
-  unsigned char k[2][KeyTile::kBytes], q[2][KeyTile::kBytes];
-  unsigned char S[StatesTile::kBytes], G[StatesTile::kBytes];
-  unsigned char v[KeyTile::kBytes], d_o[KeyTile::kBytes];
-  unsigned char Y[WrittenTile::kBytes], R[WrittenTile::kBytes];
-  unsigned char J[LowerTile::kBytes], P[LowerTile::kBytes], A[LowerTile::kBytes];
-  GradientNumbers numbers[2];
-  GradientSums sums;
-  double halves[4];  // of finish_head
-  Item items[2];
-  Item next[2];  // of the warp that brings the operands: here they take no registers
-  TransactionBarrier numbers_filled[2], numbers_free[2], keys_filled[2], keys_free[2];
-  TransactionBarrier first_filled, second_filled, third_filled, first_free, states_free, pairs_free;
-  TransactionBarrier sums_filled, sums_free;
+//
+// For a padded K and kGroups warpgroups that work.
+template <int kK, int kGroups>
+struct GradientBlock {
+  static constexpr int kWidth = kK, kWorkGroups = kGroups;
+  static constexpr int kWorkers = kGroups * kGroupThreads, kThreads = kWorkers + kGroupThreads;
+  static constexpr int kBlocksOnOne = kGroups == 1 ? 2 : 1;  // multiprocessor
+  static constexpr int kOtherRegisters = kGroups == 1 ? 56 : 88, kWorkRegisters = kGroups == 1 ? 200 : 208;
+  static_assert(kGroups * kWorkRegisters + kOtherRegisters <= (kGroups == 2 ? 3 * 168 : 2 * 128));
+  static constexpr int kColumns = kGroups * kGroupColumns;   // of values, of all warpgroups
+  static constexpr int kChannels = kK / kGroups;             // of a warpgroup
+  static constexpr int kPairColumns = kChunkRows / kGroups;  // of a warpgroup
+  static constexpr bool kSharesPanel = kChannels < 64;       // the channels of both are one panel
+
+  using Keys = KeyTile<kK>;
+  using ValuesTile = PanelTile<kChunkRows, kColumns>;   // v and d_o
+  using StatesTile = PanelTile<kColumns, kK>;           // S^T and G^T: a row per value column
+  using WrittenTile = PanelTile<kColumns, kChunkRows>;  // Y^T and R^T
+  using Pairs = float[kPairColumns / 8][4];             // [64 tokens x kPairColumns] as C tiles of a warp's 16 tokens
+  using Rows = float[kChannels / 8][4];                 // [64 tokens x kChannels]
+
+  struct alignas(1024) Shared {
+    unsigned char k[2][Keys::kBytes], q[2][Keys::kBytes];
+    unsigned char S[StatesTile::kBytes], G[StatesTile::kBytes];
+    unsigned char v[ValuesTile::kBytes], d_o[ValuesTile::kBytes];
+    unsigned char Y[WrittenTile::kBytes], R[WrittenTile::kBytes];
+    unsigned char J[LowerTile::kBytes], P[LowerTile::kBytes], A[LowerTile::kBytes];
+    GradientNumbers numbers[2];
+    GradientSums<kGroups> sums;
+    double halves[4];  // of finish_head
+    Item items[2];
+    Item next[2];      // of the warp that brings the operands: here they take no registers
+    uint32_t keys[2];  // the turn of k and q of an item: so do these
+    TransactionBarrier numbers_filled[2], numbers_free[2], keys_filled[2], keys_free[2];
+    TransactionBarrier first_filled, second_filled, third_filled, first_free, states_free, pairs_free;
+    TransactionBarrier sums_filled, sums_free;
+  };
+  static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 };
 
 __device__ __forceinline__ RowsPlace rows_of(const Item& item, int head) {
@@ -87,25 +114,32 @@ __device__ __forceinline__ RowsPlace rows_of(const Item& item, int head) {
 // The warp that brings the operands, by one lane
 // ------------------------------------------------------------------------------------
 
+template <class Block>
 struct Bringer {
+  using Keys = typename Block::Keys;
+  using ValuesTile = typename Block::ValuesTile;
+  using StatesTile = typename Block::StatesTile;
+  using WrittenTile = typename Block::WrittenTile;
   const GradientArgs& args;
   const GradientMaps& maps;
-  GradientShared& s;
+  typename Block::Shared& s;
 
   __device__ __forceinline__ void bring_keys(const Item& item, uint32_t turn) const {
     const RowsPlace at = rows_of(item, item.key_head);
     TransactionBarrier& filled = s.keys_filled[turn % 2];
     s.keys_free[turn % 2].wait(turn / 2 % 2 ^ 1);
-    filled.arrive_expecting(2 * KeyTile::kBytes);
-    load_panels(KeyTile(s.k[turn % 2]), maps.k, 0, at, filled);
-    load_panels(KeyTile(s.q[turn % 2]), maps.q, 0, at, filled);
+    filled.arrive_expecting(2 * Keys::kBytes);
+    load_panels(Keys(s.k[turn % 2]), maps.k, 0, at, filled);
+    load_panels(Keys(s.q[turn % 2]), maps.q, 0, at, filled);
   }
 
-  __device__ __forceinline__ void bring_numbers(const Item& item, uint32_t turn) const {
+  // `keys`: the turn of the item's k and q.
+  __device__ __forceinline__ void bring_numbers(const Item& item, uint32_t turn, uint32_t keys) const {
     TransactionBarrier& filled = s.numbers_filled[turn % 2];
     GradientNumbers& numbers = s.numbers[turn % 2];
     s.numbers_free[turn % 2].wait(turn / 2 % 2 ^ 1);
     s.items[turn % 2] = item;
+    s.keys[turn % 2] = keys;
     if (item.span.sequence < 0) return filled.arrive();
     filled.arrive_expecting(sizeof(GradientNumbers));
     const chunk_16bit::ChunkFactors& factors = args.chunk.factors;
@@ -115,13 +149,13 @@ struct Bringer {
                sizeof(numbers.token), filled);
   }
 
-  template <int kColumns>
-  __device__ __forceinline__ static void load_rows(const PanelTile<kWidth, kColumns>& tile, const TensorMap& map,
-                                                   int slot, TransactionBarrier& filled) {
-    using Tile = PanelTile<kWidth, kColumns>;
+  template <class Tile>
+  __device__ __forceinline__ static void load_rows(const Tile& tile, const TensorMap& map, int slot,
+                                                   TransactionBarrier& filled) {
+    constexpr int kBoxes = Block::kWorkGroups;  // of 64 rows
 #pragma unroll
-    for (int at = 0; at < 2 * Tile::kPanels; ++at) {
-      const int p = at / 2, row = at % 2 * (kWidth / 2);
+    for (int at = 0; at < kBoxes * Tile::kPanels; ++at) {
+      const int p = at / kBoxes, row = at % kBoxes * kGroupColumns;
       load_box(tile.panel(p) + static_cast<uint32_t>(row * Tile::kRowBytes), map, {p * Tile::kPanelColumns, row, slot},
                filled);
     }
@@ -132,8 +166,8 @@ struct Bringer {
     const RowsPlace at = rows_of(item, item.head);
     const auto factors = static_cast<int>(item.factors), slot = static_cast<int>(item.slot);
     s.first_free.wait(busy);
-    s.first_filled.arrive_expecting(KeyTile::kBytes + LowerTile::kBytes + StatesTile::kBytes + WrittenTile::kBytes);
-    load_panels(KeyTile(s.v), maps.v, 0, at, s.first_filled);
+    s.first_filled.arrive_expecting(ValuesTile::kBytes + LowerTile::kBytes + StatesTile::kBytes + WrittenTile::kBytes);
+    load_panels(ValuesTile(s.v), maps.v, 0, at, s.first_filled);
     load_lower(s.J, maps.J, factors, s.first_filled);
     s.states_free.wait(busy);
     const auto chunk = static_cast<int>(first_chunk_of(args.chunk.chunked, item.span.sequence) + item.span.position);
@@ -143,8 +177,8 @@ struct Bringer {
       load_box(S.panel(p), maps.S, {p * StatesTile::kPanelColumns, 0, item.head, chunk, at.batch}, s.first_filled);
     }
     load_rows(WrittenTile(s.Y), maps.Y, slot, s.first_filled);
-    s.second_filled.arrive_expecting(KeyTile::kBytes + LowerTile::kBytes);
-    load_panels(KeyTile(s.d_o), maps.d_o, 0, at, s.second_filled);
+    s.second_filled.arrive_expecting(ValuesTile::kBytes + LowerTile::kBytes);
+    load_panels(ValuesTile(s.d_o), maps.d_o, 0, at, s.second_filled);
     s.third_filled.arrive_expecting(StatesTile::kBytes);
     load_rows(G, maps.G, slot, s.third_filled);
     s.pairs_free.wait(busy);
@@ -152,16 +186,17 @@ struct Bringer {
   }
 
   __device__ __forceinline__ void run() const {
-    chunk_16bit::first_item<kWidth>(args.chunk, chunk_16bit::first_pair(args), s.next[0]);
+    chunk_16bit::first_item<Block::kColumns>(args.chunk, chunk_16bit::first_pair(args), s.next[0]);
     uint32_t keys = 0;
     for (uint32_t turn = 0;; ++turn) {
       const Item& item = s.next[turn % 2];
       const bool exists = item.span.sequence >= 0;
       if (exists && item.first) bring_keys(item, keys++);
-      bring_numbers(item, turn);
+      bring_numbers(item, turn, keys - 1);
       if (!exists) return;
       bring_operands(item, turn);
-      chunk_16bit::find_next<kWidth>(args.chunk, item, chunk_16bit::next_pair(args, item), s.next[(turn + 1) % 2]);
+      chunk_16bit::find_next<Block::kColumns>(args.chunk, item, chunk_16bit::next_pair(args, item),
+                                              s.next[(turn + 1) % 2]);
     }
   }
 };
@@ -173,19 +208,30 @@ struct Bringer {
 __device__ __forceinline__ void half_barrier(int group) {
   group == 0 ? named_barrier<3>(kGroupThreads) : named_barrier<4>(kGroupThreads);
 }
-enum { kWritesReady = 5, kPairsReady };
+enum { kWritesReady = 5, kPairsReady, kKeysReady };
 
-// Scales the lane's two rows, and puts their inner products with those of a panel into `dots`.
-template <DType kType>
-__device__ __forceinline__ void scale_and_dot(const HalfTile& tile, const float* factors, float sign, int warp,
-                                              int lane, Rows& sums, float* dots) {
+// A warpgroup's channels of q or k: a panel of the tile, or half of it.
+template <class Block>
+struct OwnChannels {
+  PanelOfTokens tile;
+  int first;  // of the panel's steps of 16
+
+  __device__ __forceinline__ OwnChannels(const unsigned char* memory, int group)
+      : tile(memory + (Block::kSharesPanel ? 0 : group * PanelOfTokens::kBytes)),
+        first(Block::kSharesPanel ? group * (Block::kChannels / 16) : 0) {}
+};
+
+// Scales the lane's two rows, and puts their inner products with those of the channels into `dots`.
+template <DType kType, class Block>
+__device__ __forceinline__ void scale_and_dot(const OwnChannels<Block>& own, const float* factors, float sign, int warp,
+                                              int lane, typename Block::Rows& sums, float* dots) {
   const int i = 16 * warp + lane / 4;
   const float factor[2] = {sign * factors[i], sign * factors[i + 8]};
   float dot[2] = {0, 0};
 #pragma unroll
-  for (int m = 0; m < kWidth / 32; ++m) {
+  for (int m = 0; m < Block::kChannels / 16; ++m) {
     uint32_t x[4];
-    tile.load_a(16 * warp, m, lane, x);
+    own.tile.load_a(16 * warp, own.first + m, lane, x);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int half = e % 2;
@@ -204,20 +250,23 @@ __device__ __forceinline__ void scale_and_dot(const HalfTile& tile, const float*
 }
 
 // A head's share of dbeta of token i but for Y . v.
-__device__ __forceinline__ float reading(const GradientSums& s, int i) {
-  return (s.a_k[0][i] + s.a_k[1][i]) + (s.row_of_A[0][i] + s.row_of_A[1][i]);
+template <int kGroups>
+__device__ __forceinline__ float reading(const GradientSums<kGroups>& s, int i) {
+  return s.a_k.at(i) + s.row_of_A.at(i);
 }
 
 // q . dq and k . dk of two rows, over the heads of a group.
 struct Along {
   float2 q = {}, k = {};
 
-  __device__ __forceinline__ void add(const GradientSums& s, const GradientNumbers& numbers, int i, bool first) {
+  template <int kGroups>
+  __device__ __forceinline__ void add(const GradientSums<kGroups>& s, const GradientNumbers& numbers, int i,
+                                      bool first) {
     if (first) q = k = make_float2(0, 0);
     const float* beta = numbers.token + kOnValue * kChunkRows;
-    const auto q_at = [&](int at) { return (s.row_of_P[0][at] + s.row_of_P[1][at]) + (s.a_q[0][at] + s.a_q[1][at]); };
+    const auto q_at = [&](int at) { return s.row_of_P.at(at) + s.a_q.at(at); };
     const auto k_at = [&](int at) {
-      float writing = s.b[0][at] + s.b[1][at];
+      float writing = s.b.at(at);
 #pragma unroll
       for (int row = 0; row < chunk_16bit::kBlocks; ++row) writing += row >= at / 16 ? s.columns[row][at] : 0.0f;
       return fmaf(beta[at], reading(s, at), writing);
@@ -228,12 +277,20 @@ struct Along {
 };
 
 // kGrouped: dq and dk are sums over the value heads of a group, in registers. They leave no room for the products of step 3
-// beside those of step 2, which they then follow.
-template <DType kType, bool kGrouped>
+// beside those of step 2, which they then follow; nor does one warpgroup alone, whose sums of step 2 are twice as wide.
+template <DType kType, class Block, bool kGrouped>
 struct GradientGroup {
+  static constexpr int kWidth = Block::kWidth, kWorkers = Block::kWorkers, kChannels = Block::kChannels;
+  static constexpr int kValueSteps = Block::kColumns / 16, kPairBlocks = Block::kPairColumns / 16;
+  static constexpr bool kFollows = kGrouped || Block::kWorkGroups == 1;
+  using Keys = typename Block::Keys;
+  using StatesTile = typename Block::StatesTile;
+  using WrittenTile = typename Block::WrittenTile;
+  using Pairs = typename Block::Pairs;
+  using Rows = typename Block::Rows;
   const GradientArgs& args;
   const GradientMaps& maps;
-  GradientShared& s;
+  typename Block::Shared& s;
   int group, warp, lane;  // the warp within the warpgroup
   int thread;             // of both
 
@@ -254,7 +311,7 @@ struct GradientGroup {
 
   // Y . v over the warpgroup's value columns, of the warp's tokens.
   __device__ __forceinline__ void dot_values(float* yv) const {
-    const HalfTile v(s.v + group * HalfTile::kBytes);
+    const ValueTile v(s.v + group * ValueTile::kBytes);
     const WrittenTile Y(s.Y);
     float dot[2] = {0, 0};
 #pragma unroll
@@ -276,14 +333,14 @@ struct GradientGroup {
   }
 
   // Step 1.
-  __device__ __forceinline__ void writes(const KeyTile& k, const GradientNumbers& numbers, float* yv) const {
+  __device__ __forceinline__ void writes(const Keys& k, const GradientNumbers& numbers, float* yv) const {
     const StatesTile S(s.S);
     const LowerTile J(s.J);
     const WrittenTile R(s.R);
     TokenSums X;
     wgmma_fence(X);
 #pragma unroll
-    for (int m = 0; m < kKeySteps; ++m) {
+    for (int m = 0; m < kKeySteps<kWidth>; ++m) {
       wgmma<kType, kChunkRows>(X, S.along_rows(kGroupColumns * group, m), k.along_rows(0, m), m > 0);
     }
     wgmma_commit();
@@ -294,7 +351,7 @@ struct GradientGroup {
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) {
       values.load(m, ValueTile(s.v + group * ValueTile::kBytes), numbers.token, warp, lane);
-      values.correct<kType>(m, X, bD[m]);
+      values.template correct<kType>(m, X, bD[m]);
     }
     wgmma_fence(X, bD);
 #pragma unroll
@@ -310,7 +367,7 @@ struct GradientGroup {
     }
   }
 
-  // Step 2 for the columns [32 group, +32): dP becomes P' in the place of sP, dA becomes A' + A'^T, and both become sums
+  // Step 2 for the warpgroup's columns of pairs: dP becomes P' in the place of sP, dA becomes A' + A'^T, and both become sums
   // of M. Without a branch on what products on their way have to do with: columns above the diagonal give zeros.
   __device__ __forceinline__ void make_pairs(const GradientNumbers& numbers, const Pairs& dP, const Pairs& dA,
                                              const Pairs& kk) const {
@@ -325,14 +382,14 @@ struct GradientGroup {
     Pairs M;
     float2 of_P = make_float2(0, 0), of_A = of_P, below = of_P;
 #pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      const int m = 2 * group + block;
+    for (int block = 0; block < kPairBlocks; ++block) {
+      const int m = kPairBlocks * group + block;
       uint32_t sP[4], a[4];
       P.load_a(16 * warp, m, lane, sP);
       float p_operand[2][4], a_operand[2][4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int n = 2 * block + h, j = 32 * group + 8 * n + 2 * (lane % 4);
+        const int n = 2 * block + h, j = 16 * kPairBlocks * group + 8 * n + 2 * (lane % 4);
         const float2 gamma_j = *reinterpret_cast<const float2*>(gamma + j);
         const float2 rstd_j = *reinterpret_cast<const float2*>(rstd + j);
 #pragma unroll
@@ -365,32 +422,38 @@ struct GradientGroup {
       }
       if (m <= warp) A.store_a(16 * warp, m, lane, a);
     }
-    chunk_16bit::store_column_sums<2>(s.sums.columns[warp] + 32 * group, 2, lane, M);
+    chunk_16bit::store_column_sums<kPairBlocks>(s.sums.columns[warp] + 16 * kPairBlocks * group, kPairBlocks, lane, M);
     const auto leave_rows = [&](float2 x, float* to) {
       x = make_float2(sum_over_lanes<4>(x.x), sum_over_lanes<4>(x.y));
       if (lane % 4 == 0) to[i] = x.x, to[i + 8] = x.y;
     };
-    leave_rows(of_P, s.sums.row_of_P[group]);
-    leave_rows(of_A, s.sums.row_of_A[group]);
-    leave_rows(below, s.sums.row_below[group]);
+    leave_rows(of_P, s.sums.row_of_P.of[group]);
+    leave_rows(of_A, s.sums.row_of_A.of[group]);
+    leave_rows(below, s.sums.row_below.of[group]);
     float diagonal[2][4];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) diagonal[h][e] = warp % 2 == 0 ? M[h][e] : M[2 + h][e];
+      for (int e = 0; e < 4; ++e) {
+        diagonal[h][e] = M[h][e];
+#pragma unroll
+        for (int block = 1; block < kPairBlocks; ++block) {
+          const float x = M[2 * block + h][e];
+          diagonal[h][e] = warp % kPairBlocks == block ? x : diagonal[h][e];
+        }
+      }
     }
     const float2 within = chunk_16bit::sums_within(diagonal[0], diagonal[1], lane);
-    if (lane % 4 == 0 && warp / 2 == group) s.sums.within[i] = within.x, s.sums.within[i + 8] = within.y;
+    if (lane % 4 == 0 && warp / kPairBlocks == group) s.sums.within[i] = within.x, s.sums.within[i + 8] = within.y;
   }
 
-  // <S, G>: a row of a panel for each thread.
+  // <S, G>: a row of a panel, or half of one, for each thread.
   __device__ __forceinline__ void dot_states() const {
+    constexpr int kBytes = StatesTile::kBytes / kWorkers;
     float sum = 0;
 #pragma unroll
-    for (int at = 0; at < StatesTile::kRowBytes; at += 16) {
-      const uint32_t offset =
-          static_cast<uint32_t>(group * StatesTile::kPanelBytes) +
-          swizzled(Swizzle::k128, static_cast<uint32_t>(thread % kWidth * StatesTile::kRowBytes + at));
+    for (int at = 0; at < kBytes; at += 16) {
+      const uint32_t offset = swizzled(Swizzle::k128, static_cast<uint32_t>(thread * kBytes + at));
       const uint4 x = *reinterpret_cast<const uint4*>(s.S + offset), y = *reinterpret_cast<const uint4*>(s.G + offset);
       const uint32_t left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
@@ -403,16 +466,17 @@ struct GradientGroup {
     if (lane == 0) s.sums.state_dot[thread / kWarpSize] = sum;
   }
 
-  // dq or dk to its panel, in the place of q or k. `along` is x . dx of the lane's two rows, for the norm.
-  __device__ __forceinline__ void leave(const HalfTile& tile, const float* rstd, float2 along, const Rows& sums) const {
+  // dq or dk to its channels, in the place of q or k. `along` is x . dx of the lane's two rows, for the norm.
+  __device__ __forceinline__ void leave(const OwnChannels<Block>& own, const float* rstd, float2 along,
+                                        const Rows& sums) const {
     const int i = 16 * warp + lane / 4;
     const bool norm = args.chunk.problem.qk_l2norm;
     const float factor[2] = {norm ? rstd[i] * rstd[i] * along.x : 0.0f,
                              norm ? rstd[i + 8] * rstd[i + 8] * along.y : 0.0f};
 #pragma unroll
-    for (int m = 0; m < kWidth / 32; ++m) {
+    for (int m = 0; m < kChannels / 16; ++m) {
       uint32_t x[4];
-      tile.load_a(16 * warp, m, lane, x);
+      own.tile.load_a(16 * warp, own.first + m, lane, x);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float* sum = &sums[2 * m + e / 2][e % 2 * 2];
@@ -420,23 +484,28 @@ struct GradientGroup {
         x[e] = norm ? pack<kType>(fmaf(-factor[e % 2], y.x, sum[0]), fmaf(-factor[e % 2], y.y, sum[1]))
                     : pack<kType>(sum[0], sum[1]);
       }
-      tile.store_a(16 * warp, m, lane, x);
+      own.tile.store_a(16 * warp, own.first + m, lane, x);
     }
   }
 
-  __device__ __forceinline__ void store_keys(const Item& item, const GradientNumbers& numbers, uint32_t keys,
+  __device__ __forceinline__ void store_keys(const Item& item, const GradientNumbers& numbers, const uint32_t& keys,
                                              const Along& along, const Rows& dq, const Rows& dk) const {
-    const HalfTile q(s.q[keys % 2] + group * HalfTile::kBytes), k(s.k[keys % 2] + group * HalfTile::kBytes);
-    half_barrier(group);  // all warps have waited for the products that read the panels
+    const OwnChannels<Block> q(s.q[keys % 2], group), k(s.k[keys % 2], group);
+    half_barrier(group);  // all warps have waited for the products that read the channels
     leave(q, numbers.row + chunk_16bit::kRstdOfQ * kChunkRows, along.q, dq);
     leave(k, numbers.row + chunk_16bit::kRstdOfK * kChunkRows, along.k, dk);
     fence_async_proxy();
-    half_barrier(group);
-    if (thread % kGroupThreads != 0) return;
+    if constexpr (Block::kSharesPanel) {
+      named_barrier<kKeysReady>(kWorkers);
+      if (thread != 0) return;
+    } else {
+      half_barrier(group);
+      if (thread % kGroupThreads != 0) return;
+    }
     const RowsPlace at = rows_of(item, item.key_head);
-    const int column = group * HalfTile::kPanelColumns;
-    if (args.dq.present()) store_box(maps.dq, {column, at.head, at.missing, at.end, at.batch}, q.panel(0));
-    if (args.dk.present()) store_box(maps.dk, {column, at.head, at.missing, at.end, at.batch}, k.panel(0));
+    const int column = Block::kSharesPanel ? 0 : group * PanelOfTokens::kPanelColumns;
+    if (args.dq.present()) store_box(maps.dq, {column, at.head, at.missing, at.end, at.batch}, q.tile.panel(0));
+    if (args.dk.present()) store_box(maps.dk, {column, at.head, at.missing, at.end, at.batch}, k.tile.panel(0));
     commit_stores();
     wait_stores_read<0>();
     s.keys_free[keys % 2].arrive();
@@ -447,66 +516,69 @@ struct GradientGroup {
   };
   __device__ __forceinline__ static void add(bool first, const Rows& x, Rows& sum) {
 #pragma unroll
-    for (int n = 0; n < kWidth / 16; ++n) {
+    for (int n = 0; n < kChannels / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[n][e] = first ? x[n][e] : sum[n][e] + x[n][e];
     }
   }
 
   // Steps 2 and 3.
-  __device__ __forceinline__ void gradients(const Item& item, const GradientNumbers& numbers, uint32_t keys,
+  __device__ __forceinline__ void gradients(const Item& item, const GradientNumbers& numbers, const uint32_t& keys,
                                             Along& along, GroupSums& sums) {
-    const KeyTile k(s.k[keys % 2]), q(s.q[keys % 2]), d_o(s.d_o);
-    const HalfTile my_k(s.k[keys % 2] + group * HalfTile::kBytes), my_q(s.q[keys % 2] + group * HalfTile::kBytes);
+    const Keys k(s.k[keys % 2]), q(s.q[keys % 2]);
+    const typename Block::ValuesTile d_o(s.d_o);
+    const OwnChannels<Block> my_k(s.k[keys % 2], group), my_q(s.q[keys % 2], group);
     const StatesTile S(s.S), G(s.G);
     const WrittenTile Y(s.Y), R(s.R);
     const LowerTile P(s.P), A(s.A);
-    const int channel = group * HalfTile::kPanelColumns, column = group * (kChunkRows / 2);
+    const int channel = group * kChannels, column = group * Block::kPairColumns;
     Pairs dP, dA, kk;
     Rows dq, dk, x;
     wgmma_fence(dP, dA, kk);
 #pragma unroll
-    for (int m = 0; m < kKeySteps; ++m) {
-      wgmma<kType, 32>(dP, d_o.along_rows(0, m), R.along_columns(column, m), m > 0);
+    for (int m = 0; m < kValueSteps; ++m) {
+      wgmma<kType, Block::kPairColumns>(dP, d_o.along_rows(0, m), R.along_columns(column, m), m > 0);
     }
 #pragma unroll
-    for (int m = 0; m < kKeySteps; ++m) {
-      wgmma<kType, 32>(dA, Y.along_columns(0, m), R.along_columns(column, m), m > 0);
+    for (int m = 0; m < kValueSteps; ++m) {
+      wgmma<kType, Block::kPairColumns>(dA, Y.along_columns(0, m), R.along_columns(column, m), m > 0);
     }
 #pragma unroll
-    for (int m = 0; m < kKeySteps; ++m) wgmma<kType, 32>(kk, k.along_rows(0, m), k.along_rows(column, m), m > 0);
+    for (int m = 0; m < kKeySteps<kWidth>; ++m) {
+      wgmma<kType, Block::kPairColumns>(kk, k.along_rows(0, m), k.along_rows(column, m), m > 0);
+    }
     wgmma_commit();
     const auto read_states = [&] {
       wgmma_fence(dq, dk, x);
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) {
-        wgmma<kType, 64>(dq, d_o.along_rows(0, m), S.along_columns(channel, m), m > 0);
+      for (int m = 0; m < kValueSteps; ++m) {
+        wgmma<kType, kChannels>(dq, d_o.along_rows(0, m), S.along_columns(channel, m), m > 0);
       }
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) {
-        wgmma<kType, 64>(dk, Y.along_columns(0, m), S.along_columns(channel, m), m > 0);
+      for (int m = 0; m < kValueSteps; ++m) {
+        wgmma<kType, kChannels>(dk, Y.along_columns(0, m), S.along_columns(channel, m), m > 0);
       }
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) {
-        wgmma<kType, 64>(x, R.along_columns(0, m), G.along_columns(channel, m), m > 0);
+      for (int m = 0; m < kValueSteps; ++m) {
+        wgmma<kType, kChannels>(x, R.along_columns(0, m), G.along_columns(channel, m), m > 0);
       }
       wgmma_commit();
     };
-    if constexpr (!kGrouped) read_states();
-    wgmma_wait<kGrouped ? 0 : 1>(dP, dA, kk);
+    if constexpr (!kFollows) read_states();
+    wgmma_wait<kFollows ? 0 : 1>(dP, dA, kk);
     make_pairs(numbers, dP, dA, kk);
-    if constexpr (kGrouped) read_states();
+    if constexpr (kFollows) read_states();
     if (args.chunk.problem.gate != Gate::kNone) dot_states();
     wgmma_wait<0>(dq, dk, x);
     release(s.states_free);
     forget();
-    scale_and_dot<kType>(my_q, numbers.token + kOnQueryRead * kChunkRows, 1.0f, warp, lane, dq, s.sums.a_q[group]);
-    scale_and_dot<kType>(my_k, numbers.token + kOnKeyRead * kChunkRows, -1.0f, warp, lane, dk, s.sums.a_k[group]);
-    scale_and_dot<kType>(my_k, numbers.token + kOnWrite * kChunkRows, 1.0f, warp, lane, x, s.sums.b[group]);
+    scale_and_dot<kType>(my_q, numbers.token + kOnQueryRead * kChunkRows, 1.0f, warp, lane, dq, s.sums.a_q.of[group]);
+    scale_and_dot<kType>(my_k, numbers.token + kOnKeyRead * kChunkRows, -1.0f, warp, lane, dk, s.sums.a_k.of[group]);
+    scale_and_dot<kType>(my_k, numbers.token + kOnWrite * kChunkRows, 1.0f, warp, lane, x, s.sums.b.of[group]);
     const float* beta = numbers.token + kOnValue * kChunkRows + 16 * warp + lane / 4;
     const float beta_of[2] = {beta[0], beta[8]};
 #pragma unroll
-    for (int n = 0; n < kWidth / 16; ++n) {
+    for (int n = 0; n < kChannels / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) dk[n][e] = fmaf(beta_of[e / 2], dk[n][e], x[n][e]);
     }
@@ -516,11 +588,12 @@ struct GradientGroup {
     forget();
     wgmma_fence(dq, dk);
 #pragma unroll
-    for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, 64>(dq, P.along_rows(0, m), k.along_columns(channel, m));
+    for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChannels>(dq, P.along_rows(0, m), k.along_columns(channel, m));
 #pragma unroll
-    for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, 64>(dk, A.along_rows(0, m), k.along_columns(channel, m));
+    for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChannels>(dk, A.along_rows(0, m), k.along_columns(channel, m));
 #pragma unroll
-    for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, 64>(dk, P.along_columns(0, m), q.along_columns(channel, m));
+    for (int m = 0; m < kTokenSteps; ++m)
+      wgmma<kType, kChannels>(dk, P.along_columns(0, m), q.along_columns(channel, m));
     wgmma_commit();
     if (args.chunk.problem.qk_l2norm) along.add(s.sums, numbers, 16 * warp + lane / 4, item.first);
     wgmma_wait<0>(dq, dk);
@@ -539,16 +612,16 @@ struct GradientGroup {
   __device__ __forceinline__ void run() {
     Along along;
     GroupSums sums = {};
-    uint32_t keys = 0;
     for (uint32_t turn = 0;; ++turn) {
       s.numbers_filled[turn % 2].wait(turn / 2 % 2);
       const Item& item = s.items[turn % 2];
+      const uint32_t& keys = s.keys[turn % 2];
       const GradientNumbers& numbers = s.numbers[turn % 2];
       if (item.span.sequence < 0) return;
       if (item.first) s.keys_filled[keys % 2].wait(keys / 2 % 2);
       s.first_filled.wait(turn % 2);
       forget();
-      writes(KeyTile(s.k[keys % 2]), numbers, s.sums.yv[turn % 2][group]);
+      writes(Keys(s.k[keys % 2]), numbers, s.sums.yv[turn % 2].of[group]);
       fence_async_proxy();
       named_barrier<kWritesReady>(kWorkers);
       forget();
@@ -556,33 +629,32 @@ struct GradientGroup {
       s.third_filled.wait(turn % 2);
       s.sums_free.wait(turn % 2 ^ 1);
       gradients(item, numbers, keys, along, sums);
-      if (item.last) ++keys;
       release(s.numbers_free[turn % 2]);
     }
   }
 };
 
 // The two warps of the tokens: dg and dbeta, by a thread for each.
+template <class Block>
 struct TokenGroup {
   const GradientArgs& args;
-  GradientShared& s;
+  typename Block::Shared& s;
   int thread, lane;
 
   __device__ __forceinline__ void finish(const Item& item, const GradientNumbers& numbers, uint32_t turn) const {
-    const GradientSums& sums = s.sums;
+    const auto& sums = s.sums;
     const float* beta = numbers.token + kOnValue * kChunkRows;
     chunk_16bit::TokenSums token;
-    token.dbeta = sums.yv[turn % 2][0][thread] + sums.yv[turn % 2][1][thread] + reading(sums, thread);
+    token.dbeta = sums.yv[turn % 2].at(thread) + reading(sums, thread);
     if (args.chunk.problem.gate != Gate::kNone) {
       float states = 0;
       for (float one : sums.state_dot) states += one;
       const float last = numbers.row[chunk_16bit::kGamma * kChunkRows + kChunkRows - 1];
       token.dg =
           chunk_16bit::gate_gradient(
-              sums.row_below[0][thread] + sums.row_below[1][thread], sums.within[thread],
-              [&](int row, int j) { return sums.columns[row][j]; },
-              [&](int i) { return (sums.a_q[0][i] + sums.a_q[1][i]) + beta[i] * (sums.a_k[0][i] + sums.a_k[1][i]); },
-              [&](int j) { return sums.b[0][j] + sums.b[1][j]; }, thread, lane) +
+              sums.row_below.at(thread), sums.within[thread], [&](int row, int j) { return sums.columns[row][j]; },
+              [&](int i) { return sums.a_q.at(i) + beta[i] * sums.a_k.at(i); }, [&](int j) { return sums.b.at(j); },
+              thread, lane) +
           exp2_approx(last) * states;
     }
     chunk_16bit::finish_head(args, item, beta[thread], s.halves, thread, lane, token);
@@ -604,17 +676,17 @@ struct TokenGroup {
   }
 };
 
-template <DType kType, bool kGrouped>
-__global__ void __launch_bounds__(kGradientThreads, 1)
+template <DType kType, class Block, bool kGrouped>
+__global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
     gradients_kernel(const __grid_constant__ GradientArgs args, const __grid_constant__ GradientMaps maps) {
-  auto& s = aligned_shared<GradientShared>();
-  constexpr int kWarps = kWorkers / kWarpSize, kTokenWarps = kChunkRows / kWarpSize;
+  auto& s = aligned_shared<typename Block::Shared>();
+  constexpr int kWarps = Block::kWorkers / kWarpSize, kTokenWarps = kChunkRows / kWarpSize;
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
       s.numbers_filled[i].init(1);
       s.numbers_free[i].init(kWarps + kTokenWarps);
       s.keys_filled[i].init(1);
-      s.keys_free[i].init(2);
+      s.keys_free[i].init(Block::kSharesPanel ? 1 : Block::kWorkGroups);
     }
     s.first_filled.init(1);
     s.second_filled.init(1);
@@ -631,13 +703,13 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
   __syncthreads();
   const int warp = uniform_warp(), lane = thread % kWarpSize;
   if (warp >= kWarps) {
-    give_registers<kBringerRegisters>();
+    give_registers<Block::kOtherRegisters>();
     const int role = warp - kWarps;
-    if (role == kTokenWarps && elect_one()) Bringer{args, maps, s}.run();
-    if (role < kTokenWarps) TokenGroup{args, s, thread - kWorkers, lane}.run();
+    if (role == kTokenWarps && elect_one()) Bringer<Block>{args, maps, s}.run();
+    if (role < kTokenWarps) TokenGroup<Block>{args, s, thread - Block::kWorkers, lane}.run();
   } else {
-    take_registers<kGradientRegisters>();
-    GradientGroup<kType, kGrouped>{args, maps, s, warp / 4, warp % 4, lane, thread}.run();
+    take_registers<Block::kWorkRegisters>();
+    GradientGroup<kType, Block, kGrouped>{args, maps, s, warp / 4, warp % 4, lane, thread}.run();
   }
   wait_for_previous_kernels();
 }
@@ -646,10 +718,19 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
 
 template <DType kType>
 void launch_gradients(const GradientArgs& args, const GradientMaps& maps, int64_t blocks, const Context& context) {
-  const LaunchShape shape{static_cast<unsigned>(blocks), kGradientThreads, sizeof(GradientShared), true};
-  constexpr const char* kName = "delta_rule chunk_sm90 gradients";
-  args.chunk.problem.group > 1 ? launch<gradients_kernel<kType, true>>(kName, context, shape, args, maps)
-                               : launch<gradients_kernel<kType, false>>(kName, context, shape, args, maps);
+  const auto of = [&]<class Block>() {
+    const LaunchShape shape{static_cast<unsigned>(blocks), Block::kThreads, sizeof(typename Block::Shared), true};
+    constexpr const char* kName = "delta_rule chunk_sm90 gradients";
+    args.chunk.problem.group > 1 ? launch<gradients_kernel<kType, Block, true>>(kName, context, shape, args, maps)
+                                 : launch<gradients_kernel<kType, Block, false>>(kName, context, shape, args, maps);
+  };
+  const int K = padded_k(args.chunk.problem.head_dim_k);
+  if (K == 128) {
+    of.template operator()<GradientBlock<128, 2>>();
+  } else {
+    gradient_columns(K, args.chunk.problem.head_dim_v) == 64 ? of.template operator()<GradientBlock<64, 1>>()
+                                                             : of.template operator()<GradientBlock<64, 2>>();
+  }
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -8,6 +8,15 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
+inline constexpr int kMostGradientColumns = 128;  // of values
+
+// Value columns, padded, of a block of the gradients, which has all there are.
+constexpr int gradient_columns(int padded_k, int64_t V) {
+  return padded_k == 64 && V <= 64 ? 64 : kMostGradientColumns;
+}
+// Blocks on a multiprocessor.
+constexpr int gradients_on_one(int columns) { return columns == 64 ? 2 : 1; }
+
 struct GradientMaps {
   TensorMap k, q, v, d_o, dq, dk;  // token_map with boxes of 64 x 64; dq and dk unused where nobody wants them
   TensorMap J, sP;                 // lower_map
@@ -15,10 +24,10 @@ struct GradientMaps {
   TensorMap G, Y;                  // rows_map
 };
 
-// The states before the chunks, in boxes of 128 value columns and 64 channels: {channel, column, head, chunk, batch}.
-TensorMap states_map(const chunk_16bit::GradientArgs& args, int64_t batch);
+// The states before the chunks, in boxes of gradient_columns and 64 channels: {channel, column, head, chunk, batch}.
+TensorMap states_map(const chunk_16bit::GradientArgs& args, int columns, int64_t batch);
 
-size_t gradients_bytes();  // of shared memory in a block
+size_t gradients_bytes(int padded_k, int columns);  // of shared memory in a block
 
 // One launch over all chunks and key heads of the window. For bf16 and fp16, a file each.
 template <DType kType>

@@ -1,4 +1,4 @@
-// The scan over the chunks of a sequence on Hopper, for one decay per head or none and K, V <= 128. See ../chunk.cuh for
+// The scan over the chunks of a sequence on Hopper, for one decay per head or none. See ../chunk.cuh for
 // the equations; the factors: factors.cu.
 //
 // A block has 128 value columns of one (sequence, value head) or, where that leaves multiprocessors idle, 64. As in
@@ -16,9 +16,17 @@
 // With 64 columns there are few heads, and what counts is how long a chunk takes: one warpgroup does the three products
 // that the next chunk waits for, and hands S^T and R^T, rounded, through shared memory to another, which makes O.
 //
-// The last warpgroup brings the operands and stores o. With 128 columns there may be one more that makes sP (kMakesP): then
-// the factors' kernel does not read q, and memory, which bounds the scan of many heads, moves less. What a caller keeps of
-// the factors for a backward is complete when the scan has stored sP and the numbers of q too.
+// With K <= 64 the state takes half of the registers and the operands half of the shared memory: a block has 64 columns, of
+// which one warpgroup makes S and O as above, and two blocks are on a multiprocessor. While one waits for a product that its
+// next one needs, the other multiplies; and they need not be of one length.
+//
+// With K above 128 the registers of a warpgroup are too few for 64 columns: two have them, with half of the channels each,
+// and X and O are sums of both, which they exchange in shared memory and add in one order. Both then go through the same
+// products, the state's with their own half of k.
+//
+// The last warpgroup brings the operands and stores o. Where no head has two blocks there may be one more that makes sP
+// (kMakesP): then the factors' kernel does not read q, and memory, which bounds the scan of many heads, moves less. What a
+// caller keeps of the factors for a backward is complete when the scan has stored sP and the numbers of q too.
 //
 // Rows beyond the tokens of a chunk are zeros in k, q and v, whatever lies behind them in memory (token_map), and so are
 // the blocks of J and sP above their diagonals (lower_map), which nobody wrote.
@@ -37,35 +45,42 @@ namespace {
 
 using chunk_16bit::kRowNumbers;
 
-// A block has two warpgroups that multiply, one that makes sP if it is to be made, and one more. kGroups of the two have the
-// state.
-template <int kGroups, bool kMakesP>
+// A block has warpgroups that multiply, kGroups of which have the state, one that makes sP if it is to be made, and one more.
+template <int kK, int kGroups, bool kMakesP>
 struct Block {
-  static_assert(kGroups == 2 || (kGroups == 1 && !kMakesP));
+  static constexpr int kWidth = kK, kStages = scan_stages(kK);
   static constexpr bool kHasScores = kMakesP;
-  static constexpr int kWarps = 2 * kGroupWarps, kScoreWarps = kMakesP ? kGroupWarps : 0;
-  static constexpr int kThreads = (kMakesP ? 4 : 3) * kGroupThreads;
+  static constexpr bool kSplit = kK == 128 && kGroups == 1;  // one warpgroup makes S, another O
+  static constexpr bool kHalves = kK == 256;                 // two warpgroups have half of K each
+  static_assert(kK == 128 || kGroups == 1);
+  static_assert(!kMakesP || kGroups == 2);
+  static constexpr int kWorkGroups = kSplit || kHalves ? 2 : kGroups,
+                       kWarps = kWorkGroups * kGroupWarps;  // that multiply
+  static constexpr int kScoreWarps = kMakesP ? kGroupWarps : 0;
+  static constexpr int kAllGroups = kWorkGroups + (kMakesP ? 2 : 1), kThreads = kAllGroups * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
-  // Warpgroups share the registers evenly at first, 128 or 168 for a thread; for two of them there are enough.
-  static constexpr int kWorkRegisters = kMakesP ? 208 : 224, kScoreRegisters = 72, kOtherRegisters = kMakesP ? 24 : 56;
-  static_assert(2 * kWorkRegisters + kOtherRegisters + (kMakesP ? kScoreRegisters : 0) <=
-                (kMakesP ? 4 * 128 : 3 * 168));
+  static constexpr int kBlocksOnOne = kK == 64 ? 2 : 1;  // multiprocessor
+  // All warpgroups share the registers evenly at first; for those that do not multiply fewer are enough.
+  static constexpr int kEvenRegisters = 65536 / (kBlocksOnOne * kThreads) / 8 * 8;
+  static constexpr int kScoreRegisters = kMakesP ? 72 : 0, kOtherRegisters = kMakesP ? 24 : 56;
+  static constexpr int kWorkRegisters =
+      (kAllGroups * kEvenRegisters - kScoreRegisters - kOtherRegisters) / kWorkGroups / 8 * 8;
 
   // The operands of a chunk.
   struct alignas(1024) Stage {
-    unsigned char k[KeyTile::kBytes], q[KeyTile::kBytes], v[kGroups][ValueTile::kBytes];
+    unsigned char k[KeyTile<kK>::kBytes], q[KeyTile<kK>::kBytes], v[kGroups][ValueTile::kBytes];
     unsigned char J[LowerTile::kBytes], sP[LowerTile::kBytes];
     float token[kTokenFactors * kChunkRows];
     float row[kRowNumbers * kChunkRows];  // where sP is made
   };
-  static constexpr uint32_t kStageBytes = 2 * KeyTile::kBytes + kGroups * ValueTile::kBytes + LowerTile::kBytes +
+  static constexpr uint32_t kStageBytes = 2 * KeyTile<kK>::kBytes + kGroups * ValueTile::kBytes + LowerTile::kBytes +
                                           sizeof(Stage::token) + kTotalBytes +
                                           (kMakesP ? sizeof(Stage::row) : LowerTile::kBytes);
 
   // What one warpgroup hands to the other, if it does; `there` and `taken` are phases of every chunk.
   template <class Tile>
   struct alignas(1024) Handed {
-    unsigned char tile[kGroups == 1 ? Tile::kBytes : 1024];
+    unsigned char tile[kSplit ? Tile::kBytes : 1024];
     TransactionBarrier there, taken;
   };
 
@@ -74,16 +89,20 @@ struct Block {
     Stage stage[kStages];
     unsigned char o[kGroups][ValueTile::kBytes];
     TransactionBarrier o_there, o_taken;
-    Handed<StateTile> S;
+    Handed<StateTile<kK>> S;
     Handed<WritesTile> R;
     float total[kStages][4];
     QuerySquares squares[kMakesP ? 2 : 1];
     TransactionBarrier filled[kStages], made[kStages], free[kStages];
     chunk_16bit::BlockWork work;
+    float4 halves[kHalves ? 2 : 1][kHalves ? kTokenTiles : 1]
+                 [kHalves ? kGroupThreads : 1];  // of X, then O, of a thread
   };
+  static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 };
 
 // Where a block is in the ring of stages.
+template <int kStages>
 struct Turn {
   int stage = 0;
   uint32_t parity = 0;
@@ -113,7 +132,7 @@ __device__ __forceinline__ void wait_for_factors(const uint32_t* ready, int64_t 
 // thread as long as a chunk takes the others. The first announces them all.
 template <class Shape>
 __device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready,
-                                            typename Shape::Shared& s, int share, int c, Turn& turn) {
+                                            typename Shape::Shared& s, int share, int c, Turn<Shape::kStages>& turn) {
   const auto& [part, walk] = s.work;
   const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
   const RowsPlace rows = rows_of(args, walk, c, share == 0 ? part.key_head : part.head);
@@ -125,8 +144,9 @@ __device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMap
   turn.next();
   if (share == 0) {
     filled.arrive_expecting(Shape::kStageBytes);
-    load_panels(KeyTile(stage.k), maps.k, 0, rows, filled);
-    load_panels(KeyTile(stage.q), maps.q, 0, rows, filled);
+    using Tile = KeyTile<Shape::kWidth>;
+    load_panels(Tile(stage.k), maps.k, 0, rows, filled);
+    load_panels(Tile(stage.q), maps.q, 0, rows, filled);
   } else if (share == 1) {
 #pragma unroll
     for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
@@ -148,7 +168,7 @@ __device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMap
 // The outputs of chunk c from shared memory to its rows.
 template <class Shape>
 __device__ __forceinline__ void store_output(const ChunkArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
-                                             int c, Turn& turn) {
+                                             int c, Turn<Shape::kStages>& turn) {
   const auto& [part, walk] = s.work;
   const RowsPlace at = rows_of(args, walk, c, part.head);
   s.o_there.wait(turn.outputs);
@@ -184,7 +204,7 @@ __device__ __forceinline__ void serve(const ChunkArgs& args, const ScanMaps& map
   constexpr int kShares = 3;
   if (!elect_one()) return;
   const int chunks = s.work.walk.chunks;
-  Turn turn;
+  Turn<Shape::kStages> turn;
   if (warp < kShares) {
     for (int c = 0; c < chunks; ++c) bring_share<Shape>(args, maps, ready, s, warp, c, turn);
   } else {
@@ -197,6 +217,7 @@ __device__ __forceinline__ void serve(const ChunkArgs& args, const ScanMaps& map
 
 template <DType kType, class Shape>
 struct ScoreGroup {
+  using Turn = chunk_sm90::Turn<Shape::kStages>;
   const ChunkArgs& args;
   const ScanMaps& maps;
   typename Shape::Shared& s;
@@ -226,7 +247,7 @@ struct ScoreGroup {
     auto& stage = s.stage[turn.stage];
     const float *gamma = stage.row + chunk_16bit::kGamma * kChunkRows,
                 *rstd_k = stage.row + chunk_16bit::kRstdOfK * kChunkRows;
-    const ScoreSteps<kType> steps{{args.problem, s.squares[turn.odd], warp, lane}};
+    const ScoreSteps<kType, Shape::kWidth> steps{{args.problem, s.squares[turn.odd], warp, lane}};
     Gram qk;
     s.filled[turn.stage].wait(turn.parity);
     steps.multiply(stage.q, stage.k, qk);
@@ -270,9 +291,14 @@ __device__ __forceinline__ void round_write(int m, float2 w_low, float2 w_high, 
 }
 
 // A warpgroup that multiplies.
-template <DType kType, int kGroups, bool kMakesP>
+template <DType kType, class Shape>
 struct WorkGroup {
-  using Shape = Block<kGroups, kMakesP>;
+  static constexpr int kParts = Shape::kHalves ? 2 : 1;  // of the channels
+  static constexpr int kK = Shape::kWidth / kParts;      // of the warpgroup
+  static constexpr int kGroups = Shape::kColumns / kGroupColumns;
+  using Turn = chunk_sm90::Turn<Shape::kStages>;
+  using Keys = KeyTile<kK>;
+  using StateRows = Fragments<kKeySteps<kK>>;
   const ChunkArgs& args;
   typename Shape::Shared& s;
   int group, warp, lane;  // the warp within the warpgroup
@@ -282,12 +308,46 @@ struct WorkGroup {
 
   // Which 64 columns of the block.
   __device__ __forceinline__ int range() const { return kGroups == 2 ? group : 0; }
-  __device__ __forceinline__ StateColumns<kGroups> columns() const {
-    return {args, part(), walk(), range(), warp, lane};
+  __device__ __forceinline__ StateColumns<kK, kGroups, kParts> columns() const {
+    return {args, part(), walk(), range(), warp, lane, kParts == 2 ? kK * group : 0};
+  }
+  // The warpgroup's channels of k or q.
+  __device__ __forceinline__ Keys own_keys(const unsigned char* memory) const {
+    return Keys(memory + (kParts == 2 ? group * Keys::kBytes : 0));
+  }
+
+  // Sums of the other half from the thread that has the same tiles, or to it.
+  __device__ __forceinline__ void put_sums(int half, const TokenSums& sums) const {
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+      s.halves[half][n][kWarpSize * warp + lane] = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
+    }
+  }
+  __device__ __forceinline__ void add_sums(int half, TokenSums& sums) const {
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+      const float4 x = s.halves[half][n][kWarpSize * warp + lane];
+      sums[n][0] += x.x, sums[n][1] += x.y, sums[n][2] += x.z, sums[n][3] += x.w;
+    }
+  }
+
+  // X of both halves to both: the same bits, for a + b is b + a.
+  __device__ __forceinline__ void exchange_X(TokenSums& X) const {
+    put_sums(group, X);
+    named_barrier<1>(2 * kGroupThreads);
+    add_sums(1 - group, X);
+  }
+  // O of the second half to the first, through the place that the first half's X had: this thread has read it. The barrier
+  // also tells the second that the first has read its X.
+  __device__ __forceinline__ void hand_O(TokenSums& O) const {
+    if (group == 1) put_sums(0, O);
+    named_barrier<2>(2 * kGroupThreads);
+    if (group == 0) add_sums(0, O);
   }
 
   // o^T to shared memory, from where it is stored.
   __device__ __forceinline__ void give_outputs(const Fragments<kTokenSteps>& o, Turn& turn) const {
+    if (Shape::kHalves && group == 1) return;  // its O lacks the other half's
     const ValueTile tile(s.o[range()]);
     s.o_taken.wait(turn.outputs ^ 1);
     turn.outputs ^= 1;
@@ -303,33 +363,34 @@ struct WorkGroup {
     if (lane == 0) barrier.arrive();
   }
 
-  // With 128 columns. S and O of a chunk are handed to the next one rounded: ptxas lets no sums pass from one
+  // S and O by one warpgroup. S and O of a chunk are handed to the next one rounded: ptxas lets no sums pass from one
   // turn of the loop to the next beside a product on its way.
   __device__ __forceinline__ void run() const {
     Turn turn;
-    StateSums S = {};
+    StateSums<kK> S = {};
     columns().load_first_state(S);
-    Fragments<kKeySteps> rS;
-    round_sums<kType, kKeySteps>(S, rS);
+    StateRows rS;
+    round_sums<kType, kKeySteps<kK>>(S, rS);
     Fragments<kTokenSteps> rO;
     for (int c = 0; c < walk().chunks; ++c, turn.next()) {
       columns().save_chunk_state(c, rS, S);
       auto& stage = s.stage[turn.stage];
       const float* token = stage.token;
-      const KeyTile k(stage.k), q(stage.q);
+      const Keys k = own_keys(stage.k), q = own_keys(stage.q);
       const LowerTile J(stage.J), sP(stage.sP);
       TokenSums X, O;
       s.filled[turn.stage].wait(turn.parity);
       wgmma_fence(X, rS);
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
+      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
       wgmma_commit();
       if (c > 0) give_outputs(rO, turn);
       wgmma_fence(O);
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
+      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
       wgmma_commit();
       wgmma_wait<1>(X);
+      if constexpr (Shape::kHalves) exchange_X(X);
       Fragments<kTokenSteps> bD, R, wR;
       Values values;
 #pragma unroll
@@ -351,16 +412,17 @@ struct WorkGroup {
       }
       wgmma_fence(S, wR);
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kWidth>(S, wR[m], k.along_columns(0, m));
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kK>(S, wR[m], k.along_columns(0, m));
       wgmma_commit();
-      if constexpr (kMakesP) s.made[turn.stage].wait(turn.parity);
+      if constexpr (Shape::kHalves) hand_O(O);
+      if constexpr (Shape::kHasScores) s.made[turn.stage].wait(turn.parity);
       scale_outputs(token, O);
       wgmma_fence(O, R);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
       wgmma_commit();
       wgmma_wait<1>(S);
-      round_sums<kType, kKeySteps>(S, rS);
+      round_sums<kType, kKeySteps<kK>>(S, rS);
       wgmma_wait<0>(O);
       round_sums<kType, kTokenSteps>(O, rO);
       arrive(s.free[turn.stage]);
@@ -369,10 +431,10 @@ struct WorkGroup {
     columns().save_state(walk().chunks, true, S);
   }
 
-  __device__ __forceinline__ void scale_state(const Turn& turn, StateSums& S) const {
+  __device__ __forceinline__ void scale_state(const Turn& turn, StateSums<kK>& S) const {
     const float total = s.total[turn.stage][0];
 #pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n) scale_tile({total, total}, S[n], S[n]);
+    for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile({total, total}, S[n], S[n]);
   }
   __device__ __forceinline__ void scale_outputs(const float* token, TokenSums& O) const {
 #pragma unroll
@@ -397,30 +459,30 @@ struct WorkGroup {
     arrive(handed.taken);
   }
 
-  // With 64 columns: the products of the state. A product begins with the first 16 tokens of its left operand,
+  // Apart: the products of the state. A product begins with the first 16 tokens of its left operand,
   // while the next ones are rounded.
   __device__ __forceinline__ void run_state() const {
     Turn turn;
-    StateSums S = {};
+    StateSums<kK> S = {};
     columns().load_first_state(S);
-    Fragments<kKeySteps> rS;
-    round_sums<kType, kKeySteps>(S, rS);
+    StateRows rS;
+    round_sums<kType, kKeySteps<kK>>(S, rS);
     for (int c = 0; c < walk().chunks; ++c, turn.next()) {
       columns().save_chunk_state(c, rS, S);
       auto& stage = s.stage[turn.stage];
       const float* token = stage.token;
-      const KeyTile k(stage.k);
+      const Keys k(stage.k);
       const LowerTile J(stage.J);
       TokenSums X, Y;
       s.filled[turn.stage].wait(turn.parity);
       wgmma_fence(X, rS);
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
+      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
       wgmma_commit();
       Values values;
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) values.load(m, ValueTile(stage.v[0]), token, warp, lane);
-      hand(s.S, StateTile(s.S.tile), turn, rS);
+      hand(s.S, StateTile<kK>(s.S.tile), turn, rS);
       wgmma_wait<0>(X);
       Fragments<kTokenSteps> bD, R, wR;
 #pragma unroll
@@ -439,33 +501,33 @@ struct WorkGroup {
       for (int m = 0; m < kTokenSteps; ++m) {
         round_write<kType>(m, on_write[2 * m], on_write[2 * m + 1], Y, wR[m]);
         m == 0 ? wgmma_fence(S, wR[m]) : wgmma_fence(wR[m]);
-        wgmma<kType, kWidth>(S, wR[m], k.along_columns(0, m));
+        wgmma<kType, kK>(S, wR[m], k.along_columns(0, m));
       }
       wgmma_commit();
       round_sums<kType, kTokenSteps>(Y, R);
       hand(s.R, WritesTile(s.R.tile), turn, R);
       wgmma_wait<0>(S);
-      round_sums<kType, kKeySteps>(S, rS);
+      round_sums<kType, kKeySteps<kK>>(S, rS);
       arrive(s.free[turn.stage]);
     }
     columns().save_state(walk().chunks, true, S);
   }
 
-  // With 64 columns: the outputs.
+  // Apart: the outputs.
   __device__ __forceinline__ void run_outputs() const {
     Turn turn;
     for (int c = 0; c < walk().chunks; ++c, turn.next()) {
       auto& stage = s.stage[turn.stage];
-      const KeyTile q(stage.q);
+      const Keys q(stage.q);
       const LowerTile sP(stage.sP);
-      Fragments<kKeySteps> rS;
+      StateRows rS;
       Fragments<kTokenSteps> R, rO;
       TokenSums O;
       s.filled[turn.stage].wait(turn.parity);
-      take(s.S, StateTile(s.S.tile), turn, rS);
+      take(s.S, StateTile<kK>(s.S.tile), turn, rS);
       wgmma_fence(O, rS);
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
+      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
       wgmma_commit();
       wgmma_wait<0>(O);
       scale_outputs(stage.token, O);
@@ -483,19 +545,18 @@ struct WorkGroup {
 };
 
 // A block per part.
-template <DType kType, int kGroups, bool kMakesP>
-__global__ void __launch_bounds__(Block<kGroups, kMakesP>::kThreads, 1)
+template <DType kType, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     scan_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, const uint32_t* ready) {
-  using Shape = Block<kGroups, kMakesP>;
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < Shape::kStages; ++i) {
       s.filled[i].init(1);
       s.made[i].init(kGroupWarps);
       s.free[i].init(Shape::kWarps);
     }
     for (TransactionBarrier* barrier : {&s.S.there, &s.S.taken, &s.R.there, &s.R.taken}) barrier->init(kGroupWarps);
-    s.o_there.init(kGroups * kGroupWarps);
+    s.o_there.init(Shape::kColumns / kGroupColumns * kGroupWarps);
     s.o_taken.init(1);
     fence_barrier_init();
   }
@@ -507,33 +568,31 @@ __global__ void __launch_bounds__(Block<kGroups, kMakesP>::kThreads, 1)
   if (warp >= kFirstServant) {
     give_registers<Shape::kOtherRegisters>();
     if (s.work.walk.exists) serve<Shape>(args, maps, ready, s, warp - kFirstServant);
-  } else if (kMakesP && warp >= Shape::kWarps) {
-    if constexpr (kMakesP) {
+  } else if (warp >= Shape::kWarps) {
+    if constexpr (Shape::kHasScores) {
       give_registers<Shape::kScoreRegisters>();
       const ScoreGroup<kType, Shape> scores{args, maps, s, warp - Shape::kWarps, lane};
       if (s.work.walk.exists) scores.run();
     }
   } else {
     take_registers<Shape::kWorkRegisters>();
-    const WorkGroup<kType, kGroups, kMakesP> work{args, s, warp / kGroupWarps, warp % kGroupWarps, lane};
+    const WorkGroup<kType, Shape> work{args, s, warp / kGroupWarps, warp % kGroupWarps, lane};
     if (s.work.walk.exists) {
-      if constexpr (kGroups == 2) {
-        work.run();
-      } else {
+      if constexpr (Shape::kSplit) {
         warp < kGroupWarps ? work.run_state() : work.run_outputs();
+      } else {
+        work.run();
       }
     }
   }
   wait_for_previous_kernels();
 }
 
-template <DType kType, int kGroups, bool kMakesP>
+template <DType kType, class Shape>
 void launch_scan_of(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready, const Context& context) {
-  using Shape = Block<kGroups, kMakesP>;
   const auto parts = static_cast<unsigned>(count_parts(args.problem, Shape::kColumns));
-  launch<scan_kernel<kType, kGroups, kMakesP>>("delta_rule chunk_sm90 scan", context,
-                                               {parts, Shape::kThreads, sizeof(typename Shape::Shared), true}, args,
-                                               maps, ready);
+  launch<scan_kernel<kType, Shape>>("delta_rule chunk_sm90 scan", context,
+                                    {parts, Shape::kThreads, sizeof(typename Shape::Shared), true}, args, maps, ready);
 }
 
 }  // namespace
@@ -541,12 +600,16 @@ void launch_scan_of(const ChunkArgs& args, const ScanMaps& maps, const uint32_t*
 template <DType kType>
 void launch_scan(const ChunkArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
                  const Context& context) {
-  if (columns == kGroupColumns) {
-    launch_scan_of<kType, 1, false>(args, maps, order.ready, context);
-  } else if (order.with_sP) {
-    launch_scan_of<kType, 2, false>(args, maps, order.ready, context);
+  const auto of = [&]<class Shape>() { launch_scan_of<kType, Shape>(args, maps, order.ready, context); };
+  const int K = padded_k(args.problem.head_dim_k);
+  if (K == 256) {
+    of.template operator()<Block<256, 1, false>>();
+  } else if (K == 64) {
+    of.template operator()<Block<64, 1, false>>();
+  } else if (columns == kGroupColumns) {
+    of.template operator()<Block<128, 1, false>>();
   } else {
-    launch_scan_of<kType, 2, true>(args, maps, order.ready, context);
+    order.with_sP ? of.template operator()<Block<128, 2, false>>() : of.template operator()<Block<128, 2, true>>();
   }
 }
 

@@ -9,8 +9,11 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
-inline constexpr int kWidth = 128;  // of K and V, padded
-inline constexpr int kStages = 3;   // chunks in shared memory
+// Kernels have K padded to 64, 128 or, the forward's for one decay per head or none, 256.
+inline constexpr int kMostK = 128, kMostForwardK = 256;
+
+// Chunks in the shared memory of a scan for a padded K.
+constexpr int scan_stages(int padded_k) { return padded_k == 128 ? 3 : 2; }
 
 struct ScanMaps {
   TensorMap k, q, v, o;  // token_map with boxes of 64 x 64
@@ -24,17 +27,18 @@ struct ScanMaps {
 //     {64 - 16 (block + 1), block, 16 block, item}      rows [16 block, +16): columns below 16 (block + 1), then zeros
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items);
 
-// What keeps the kernels of either direction from a problem: the device, or K and V; empty if nothing does.
-std::string declines_widths(const DeltaRuleSizes& sizes, int device);
+// What keeps the kernels of either direction from a problem: the device, or K; empty if nothing does.
+std::string declines_widths(const DeltaRuleSizes& sizes, int most_k, int device);
 
 // Value columns of a block of a scan.
-int scan_columns(int64_t heads, int device);
+int scan_columns(const DeltaRuleSizes& sizes, int device);
 
 // Of the chunks of a launch. `o` absent: only states are wanted.
 ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const chunk_16bit::ChunkArgs& args);
 
-// Warpgroups in a block of the factors, each with pairs of its own.
-constexpr int factor_groups(bool with_sP) { return with_sP ? 4 : 6; }
+// Warpgroups in a block of the factors, each with pairs of its own: as many as registers allow or, with K above 128, shared
+// memory.
+constexpr int factor_groups(int padded_k, bool with_sP) { return padded_k == 256 ? 2 : with_sP ? 4 : 6; }
 
 // In which order the factors are made of the pairs of a chunk of the window and a key head, and by whom.
 struct FactorOrder {
@@ -51,9 +55,9 @@ struct FactorOrder {
 // One after the other, by all multiprocessors.
 FactorOrder one_by_one(const chunk_16bit::ChunkArgs& args, bool with_sP, int multiprocessors);
 
-// Of shared memory in a block, the widest.
-size_t factors_bytes(bool with_sP);
-size_t scan_bytes();
+// Of shared memory in a block, the widest. With K above 128 there is none that leaves sP out.
+size_t factors_bytes(int padded_k, bool with_sP);
+size_t scan_bytes(int padded_k);
 
 // The factors of all items, pairs of a chunk of the window and a value head, in one launch.
 void launch_factors(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, const FactorOrder& order,
@@ -64,8 +68,8 @@ void launch_factors(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, co
 bool takes_head_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes);
 void launch_head_factors(const DeltaRuleInputs& in, const chunk_16bit::ChunkArgs& args, const Context& context);
 
-// One launch, of blocks with 64 or 128 value columns, with the factors that were made in this order. For bf16 and fp16, a
-// file each.
+// One launch, of blocks with 64 or 128 value columns, with K up to 64 or above 128 always 64, with the factors that were made
+// in this order: without sP only for blocks of 128. For bf16 and fp16, a file each.
 template <DType kType>
 void launch_scan(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
                  const Context& context);

@@ -1,4 +1,4 @@
-// The scan from the last chunk of a sequence to the first on Hopper, for one decay per head or none and K, V <= 128. See
+// The scan from the last chunk of a sequence to the first on Hopper, for one decay per head or none, K <= 128 and any V. See
 // ../chunk_16bit/gradient.cuh for the equations. What it reads and writes is what the scan back of chunk_16bit does.
 //
 // The mirror of scan.cuh: G^T [columns x K] stays in the registers of two warpgroups, or one, 64 columns each. Two more warps
@@ -25,27 +25,31 @@
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
-constexpr int kBackStages = 3, kPairStages = 2;  // chunks in shared memory: of all operands but sP, and of sP
-
-template <int kGroups>
+// With K <= 64 a block has 64 columns, and two are on a multiprocessor, as in scan.cuh.
+template <int kK, int kGroups>
 struct BackBlock {
+  static_assert(kK == 128 || kGroups == 1);
+  static constexpr int kWidth = kK, kStateGroups = kGroups;
+  static constexpr int kBackStages = kK == 64 ? 2 : 3, kPairStages = 2;  // chunks: of all operands but sP, and of sP
   static constexpr int kStateWarps = kGroups * kGroupWarps, kThreads = (kGroups + 1) * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
-  // Three warpgroups share the registers evenly at first, 168 for a thread; for two of them there are enough.
-  static constexpr int kStateRegisters = 216, kOtherRegisters = 72;
-  static_assert(2 * kStateRegisters + kOtherRegisters <= 3 * 168);
+  static constexpr int kBlocksOnOne = kK == 64 ? 2 : 1;  // multiprocessor
+  // All warpgroups share the registers evenly at first; for the last one fewer are enough. A warpgroup that has a
+  // multiprocessor for itself and the last one needs no more.
+  static constexpr bool kTakesRegisters = kK == 64 || kGroups == 2;
+  static constexpr int kStateRegisters = kK == 64 ? 184 : 216, kOtherRegisters = 72;
+  static_assert(kGroups * kStateRegisters + kOtherRegisters <= (kGroups == 2 ? 3 * 168 : 512 / kBlocksOnOne));
 
   struct alignas(1024) Stage {
-    unsigned char k[KeyTile::kBytes], q[KeyTile::kBytes], d_o[kGroups][ValueTile::kBytes], J[LowerTile::kBytes];
+    unsigned char k[KeyTile<kK>::kBytes], q[KeyTile<kK>::kBytes], d_o[kGroups][ValueTile::kBytes], J[LowerTile::kBytes];
     float token[kTokenFactors * kChunkRows];
   };
   static constexpr uint32_t kStageBytes =
-      2 * KeyTile::kBytes + kGroups * ValueTile::kBytes + LowerTile::kBytes + sizeof(Stage::token) + kTotalBytes;
+      2 * KeyTile<kK>::kBytes + kGroups * ValueTile::kBytes + LowerTile::kBytes + sizeof(Stage::token) + kTotalBytes;
 
   // On the way out of a warpgroup: G, and then Y and dv.
-  static_assert(StateTile::kBytes == WritesTile::kBytes + ValueTile::kBytes);
   union alignas(1024) Leaving {
-    unsigned char G[StateTile::kBytes];
+    unsigned char G[StateTile<kK>::kBytes];
     struct {
       unsigned char Y[WritesTile::kBytes], dv[ValueTile::kBytes];
     };
@@ -62,26 +66,27 @@ struct BackBlock {
     TransactionBarrier sP_filled[kPairStages], sP_free[kPairStages];
     LeavingBarriers<kGroups> barriers_of_leaving;
   };
-};
+  static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 
-// Where a block is in its rings: turns go on from part to part.
-struct BackTurn {
-  RingTurn<kBackStages> all;
-  RingTurn<kPairStages> sP;
-  uint32_t parity = 0;  // of `leaving`
+  // Where a block is in its rings: turns go on from part to part.
+  struct Turn {
+    RingTurn<kBackStages> all;
+    RingTurn<kPairStages> sP;
+    uint32_t parity = 0;  // of `leaving`
 
-  __device__ __forceinline__ void next() {
-    all.next();
-    sP.next();
-    parity ^= 1;
-  }
+    __device__ __forceinline__ void next() {
+      all.next();
+      sP.next();
+      parity ^= 1;
+    }
+  };
 };
 
 // The warps that bring the operands, by one lane each: one the rows of tokens, which announces all operands of a stage, the
 // other what belongs to pairs of a chunk and a head.
-template <int kGroups>
+template <class Shape>
 struct BackBringer {
-  using Shape = BackBlock<kGroups>;
+  using Keys = KeyTile<Shape::kWidth>;
   const ChunkArgs& args;
   const ScanBackMaps& maps;
   typename Shape::Shared& s;
@@ -91,15 +96,15 @@ struct BackBringer {
     auto& stage = s.stage[at];
     TransactionBarrier& filled = s.filled[at];
     filled.arrive_expecting(Shape::kStageBytes);
-    load_panels(KeyTile(stage.k), maps.k, 0, keys, filled);
+    load_panels(Keys(stage.k), maps.k, 0, keys, filled);
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
+    for (int i = 0; i < Shape::kStateGroups; ++i) {
       load_panels(ValueTile(stage.d_o[i]), maps.d_o, part.column + i * kGroupColumns, values, filled);
     }
-    load_panels(KeyTile(stage.q), maps.q, 0, keys, filled);
+    load_panels(Keys(stage.q), maps.q, 0, keys, filled);
   }
 
-  __device__ __forceinline__ void bring_factors(int64_t item, int at, const RingTurn<kPairStages>& sP) const {
+  __device__ __forceinline__ void bring_factors(int64_t item, int at, const RingTurn<Shape::kPairStages>& sP) const {
     auto& stage = s.stage[at];
     TransactionBarrier& filled = s.filled[at];
     load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows, sizeof(stage.token),
@@ -112,7 +117,7 @@ struct BackBringer {
   }
 
   __device__ __forceinline__ void run(int64_t parts, bool rows) const {
-    BackTurn turn;
+    typename Shape::Turn turn;
     for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
       for (int c = walk.chunks - 1; c >= 0; --c, turn.next()) {
         const int at = turn.all.at;
@@ -134,13 +139,14 @@ __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float2 factor) {
   return pack<kType>(factor.x * x.x, factor.y * x.y);
 }
 
-template <DType kType, int kGroups>
+template <DType kType, class Shape>
 struct BackGroup {
-  const GradientColumns<kGroups>& own;
-  typename BackBlock<kGroups>::Shared& s;
+  static constexpr int kK = Shape::kWidth;
+  const GradientColumns<kK, Shape::kStateGroups>& own;
+  typename Shape::Shared& s;
 
   // G^T of the chunk's end.
-  __device__ __forceinline__ void leave_G(const Fragments<kKeySteps>& rG, uint32_t parity) const {
+  __device__ __forceinline__ void leave_G(const Fragments<kKeySteps<kK>>& rG, uint32_t parity) const {
     s.barriers_of_leaving.Y_left[own.group].wait(parity ^ 1);
     own.write_G(s.leaving[own.group].G, rG);
     own.hand_over(s.barriers_of_leaving.G_ready[own.group]);
@@ -154,23 +160,23 @@ struct BackGroup {
     own.hand_over(s.barriers_of_leaving.Y_ready[own.group]);
   }
 
-  __device__ __forceinline__ void run(BackTurn& turn) const {
+  __device__ __forceinline__ void run(typename Shape::Turn& turn) const {
     const Walk& walk = own.walk;
     const int group = own.group, warp = own.warp, lane = own.lane;
-    StateSums G = {};
+    StateSums<kK> G = {};
     own.load_last_gradient(G);
-    Fragments<kKeySteps> rG;
-    round_sums<kType, kKeySteps>(G, rG);
+    Fragments<kKeySteps<kK>> rG;
+    round_sums<kType, kKeySteps<kK>>(G, rG);
     for (int c = walk.chunks - 1; c >= 0; --c, turn.next()) {
       auto& stage = s.stage[turn.all.at];
       const float* token = stage.token;
-      const KeyTile k(stage.k), q(stage.q);
+      const KeyTile<kK> k(stage.k), q(stage.q);
       const LowerTile J(stage.J), sP(s.sP[turn.sP.at]);
       TokenSums X, D;
       s.filled[turn.all.at].wait(turn.all.parity);
       wgmma_fence(X, rG);
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rG[m], k.along_rows(0, m), m > 0);
+      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rG[m], k.along_rows(0, m), m > 0);
       wgmma_commit();
       Fragments<kTokenSteps> d_o, dR, bY;
 #pragma unroll
@@ -205,10 +211,10 @@ struct BackGroup {
       }
       const float total = s.total[turn.all.at][0];
 #pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) scale_tile({total, total}, G[n], G[n]);
+      for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile({total, total}, G[n], G[n]);
       wgmma_fence(G, d_o);
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kWidth>(G, d_o[m], q.along_columns(0, m));
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kK>(G, d_o[m], q.along_columns(0, m));
       wgmma_commit();
       wgmma_wait<1>(X);
 #pragma unroll
@@ -224,11 +230,11 @@ struct BackGroup {
       }
       wgmma_fence(bY);
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kWidth>(G, bY[m], k.along_columns(0, m));
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kK>(G, bY[m], k.along_columns(0, m));
       wgmma_commit();
       leave_Y(token, X, turn.parity);
       wgmma_wait<0>(G);
-      round_sums<kType, kKeySteps>(G, rG);
+      round_sums<kType, kKeySteps<kK>>(G, rG);
       __syncwarp();  // all lanes have read the stage
       if (lane == 0) s.free[turn.all.at].arrive();
     }
@@ -237,18 +243,18 @@ struct BackGroup {
 };
 
 // A block per part; a smaller grid goes round.
-template <DType kType, int kGroups>
-__global__ void __launch_bounds__(BackBlock<kGroups>::kThreads, 1)
+template <DType kType, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     scan_back_kernel(const __grid_constant__ GradientArgs args, const __grid_constant__ ScanBackMaps maps,
                      int64_t parts) {
-  using Shape = BackBlock<kGroups>;
+  constexpr int kGroups = Shape::kStateGroups;
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kBackStages; ++i) {
+    for (int i = 0; i < Shape::kBackStages; ++i) {
       s.filled[i].init(1);
       s.free[i].init(Shape::kStateWarps);
     }
-    for (int i = 0; i < kPairStages; ++i) {
+    for (int i = 0; i < Shape::kPairStages; ++i) {
       s.sP_filled[i].init(1);
       s.sP_free[i].init(Shape::kStateWarps);
     }
@@ -260,39 +266,44 @@ __global__ void __launch_bounds__(BackBlock<kGroups>::kThreads, 1)
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
-    if constexpr (kGroups == 2) give_registers<Shape::kOtherRegisters>();
+    if constexpr (Shape::kTakesRegisters) give_registers<Shape::kOtherRegisters>();
     const int role = warp - Shape::kStateWarps;
-    if (role % 3 == 0 && elect_one()) BackBringer<kGroups>{args.chunk, maps, s}.run(parts, role == 0);
+    if (role % 3 == 0 && elect_one()) BackBringer<Shape>{args.chunk, maps, s}.run(parts, role == 0);
     if (role >= 1 && role <= kGroups && elect_one()) {
-      BackStorer<kGroups, ScanBackMaps, typename BackBlock<kGroups>::Shared>{args, maps, s, role - 1}.run(parts);
+      BackStorer<Shape::kWidth, kGroups, ScanBackMaps, typename Shape::Shared>{args, maps, s, role - 1}.run(parts);
     }
   } else {
-    if constexpr (kGroups == 2) take_registers<Shape::kStateRegisters>();
-    BackTurn turn;
+    if constexpr (Shape::kTakesRegisters) take_registers<Shape::kStateRegisters>();
+    typename Shape::Turn turn;
     const int group = warp / 4;
     for_each_part_in_shared(args.chunk, parts, Shape::kColumns, group, s.work[group], [&] {
-      const GradientColumns<kGroups> own{args, s.work[group].part, s.work[group].walk, group, warp % 4, lane};
-      BackGroup<kType, kGroups>{own, s}.run(turn);
+      const GradientColumns<Shape::kWidth, kGroups> own{args,  s.work[group].part, s.work[group].walk,
+                                                        group, warp % 4,           lane};
+      BackGroup<kType, Shape>{own, s}.run(turn);
     });
   }
 }
 
-template <DType kType, int kGroups>
-void launch_scan_back(const GradientArgs& args, const ScanBackMaps& maps, const Context& context) {
-  using Shape = BackBlock<kGroups>;
+template <DType kType, class Shape>
+void launch_scan_back_of(const GradientArgs& args, const ScanBackMaps& maps, const Context& context) {
   const int64_t parts = count_parts(args.chunk.problem, Shape::kColumns);
-  launch<scan_back_kernel<kType, kGroups>>("delta_rule chunk_sm90 scan back", context,
-                                           {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads,
-                                            sizeof(typename BackBlock<kGroups>::Shared), true},
-                                           args, maps, parts);
+  launch<scan_back_kernel<kType, Shape>>(
+      "delta_rule chunk_sm90 scan back", context,
+      {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},
+      args, maps, parts);
 }
 
 }  // namespace
 
 template <DType kType>
 void launch_scan_back(const GradientArgs& args, const ScanBackMaps& maps, int columns, const Context& context) {
-  columns == BackBlock<1>::kColumns ? launch_scan_back<kType, 1>(args, maps, context)
-                                    : launch_scan_back<kType, 2>(args, maps, context);
+  const auto of = [&]<class Shape>() { launch_scan_back_of<kType, Shape>(args, maps, context); };
+  if (padded_k(args.chunk.problem.head_dim_k) == 64) {
+    of.template operator()<BackBlock<64, 1>>();
+  } else {
+    columns == kGroupColumns ? of.template operator()<BackBlock<128, 1>>()
+                             : of.template operator()<BackBlock<128, 2>>();
+  }
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

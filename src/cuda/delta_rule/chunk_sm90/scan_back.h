@@ -14,12 +14,12 @@ struct ScanBackMaps {
   TensorMap G, Y;           // rows_map
 };
 
-// `items` matrices [items][128][columns] of a row per value column, in boxes of 64 x 64: {column, row, item}.
-TensorMap rows_map(const uint16_t* matrices, DType dtype, int columns, int64_t items);
+// `items` matrices [items][rows][columns] of a row per value column, in boxes of 64 x 64: {column, row, item}.
+TensorMap rows_map(const uint16_t* matrices, DType dtype, int rows, int columns, int64_t items);
 
-size_t scan_back_bytes();  // of shared memory in the widest block
+size_t scan_back_bytes(int padded_k);  // of shared memory in the widest block
 
-// One launch, of blocks with 64 or 128 value columns. For bf16 and fp16, a file each.
+// One launch, of blocks with 64 or 128 value columns, K up to 64 always 64. For bf16 and fp16, a file each.
 template <DType kType>
 void launch_scan_back(const chunk_16bit::GradientArgs& args, const ScanBackMaps& maps, int columns,
                       const Context& context);

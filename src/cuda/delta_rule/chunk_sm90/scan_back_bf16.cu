@@ -2,7 +2,9 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
-size_t scan_back_bytes() { return sizeof(BackBlock<2>::Shared); }
+size_t scan_back_bytes(int padded_k) {
+  return padded_k == 64 ? sizeof(BackBlock<64, 1>::Shared) : sizeof(BackBlock<128, 2>::Shared);
+}
 
 template void launch_scan_back<DType::kBF16>(const GradientArgs& args, const ScanBackMaps& maps, int columns,
                                              const Context& context);

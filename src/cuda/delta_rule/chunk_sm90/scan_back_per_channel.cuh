@@ -1,4 +1,4 @@
-// The scan from the last chunk of a sequence to the first on Hopper, for one decay per key channel and K, V <= 128: as
+// The scan from the last chunk of a sequence to the first on Hopper, for one decay per key channel, K <= 128 and any V: as
 // scan_back.cuh, with the decays and norms inside three copies of the keys. See ../chunk_16bit/gradient.cuh for the
 // equations. A warpgroup goes through a chunk with five groups of products:
 //
@@ -8,11 +8,14 @@
 //     G = G + d_o^T query
 //     G = G - (beta Y)^T reader      while both run, Y^T = X and dv = beta Y leave, rounded
 //
-// A chunk has 80 KB of operands and leaves 64 KB, and memory is what binds. The operands come in two rings, so that the
+// A chunk has 80 KB of operands and leaves 64 KB, with K <= 64 half of it, and memory is what binds. The operands come in two rings, so that the
 // copies of a later chunk begin in the midst of this one:
 //
 //     write    writer, sP, d_o                      until dR is made; d_o stays in registers
 //     read     J, query, reader, beta, e_n          until the chunk's end
+//
+// With K <= 64 a block has 64 columns, and two are on a multiprocessor, as in scan.cuh. For that `read` has room for one
+// chunk: a block waits for it between its first two products and the third, while the other one multiplies.
 //
 // Rows beyond the tokens of a chunk are zeros in the copies of the keys and in d_o, and so they are in Y.
 #pragma once
@@ -28,41 +31,50 @@ namespace {
 
 // A block has kGroups warpgroups of the state, and one more: its first and last warps bring operands, and one between them for
 // each warpgroup stores what it leaves.
-template <int kGroups>
+template <int kK, int kGroups>
 struct ChannelBackBlock {
+  static_assert(kK == 128 || kGroups == 1);
+  static constexpr int kWidth = kK, kStateGroups = kGroups;
   static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
-  static constexpr int kStateRegisters = 216, kOtherRegisters = 72;
-  static_assert(2 * kStateRegisters + kOtherRegisters <= 3 * 168);
-  static constexpr int kDepth = 2;
+  static constexpr int kBlocksOnOne = kK == 64 ? 2 : 1;  // multiprocessor
+  static constexpr bool kTakesRegisters = kK == 64 || kGroups == 2;
+  static constexpr int kStateRegisters = kK == 64 ? 184 : 216, kOtherRegisters = 72;
+  static_assert(kGroups * kStateRegisters + kOtherRegisters <= (kGroups == 2 ? 3 * 168 : 512 / kBlocksOnOne));
+  static constexpr int kDepth = 2, kReadDepth = kK == 64 ? 1 : kDepth;
 
   struct Write {
-    unsigned char writer[KeyTile::kBytes], sP[LowerTile::kBytes], d_o[kGroups][ValueTile::kBytes];
+    unsigned char writer[KeyTile<kK>::kBytes], sP[LowerTile::kBytes], d_o[kGroups][ValueTile::kBytes];
   };
   struct Read {
-    unsigned char J[LowerTile::kBytes], query[KeyTile::kBytes], reader[KeyTile::kBytes];
+    unsigned char J[LowerTile::kBytes], query[KeyTile<kK>::kBytes], reader[KeyTile<kK>::kBytes];
   };
   struct Leaving {
-    unsigned char G[StateTile::kBytes], Y[WritesTile::kBytes], dv[ValueTile::kBytes];
+    unsigned char G[StateTile<kK>::kBytes], Y[WritesTile::kBytes], dv[ValueTile::kBytes];
   };
-  static constexpr uint32_t kBetaBytes = kChunkRows * sizeof(float), kTotalBytes = kWidth * sizeof(float);
+  static constexpr uint32_t kBetaBytes = kChunkRows * sizeof(float), kTotalBytes = kK * sizeof(float);
 
   struct alignas(1024) Shared {
     Write write[kDepth];
-    Read read[kDepth];
+    Read read[kReadDepth];
     Leaving leaving[kGroups];
-    alignas(16) float beta[kDepth][kChunkRows];
-    alignas(16) float total[kDepth][kWidth];
+    alignas(16) float beta[kReadDepth][kChunkRows];
+    alignas(16) float total[kReadDepth][kK];
     chunk_16bit::BlockWork work[kGroups];  // of a warpgroup: here it takes no registers
-    RingBarriers<kDepth> of_write, of_read;
+    RingBarriers<kDepth> of_write;
+    RingBarriers<kReadDepth> of_read;
     LeavingBarriers<kGroups> barriers_of_leaving;
   };
+  static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 
   // Where a block is in both rings, and how often a warpgroup's tiles have left.
   struct Turn {
     RingTurn<kDepth> ring;
     uint32_t parity = 0;  // of `leaving`
+
+    __device__ __forceinline__ int read_at() const { return kReadDepth == 1 ? 0 : ring.at; }
+    __device__ __forceinline__ uint32_t read_parity() const { return kReadDepth == 1 ? parity : ring.parity; }
 
     __device__ __forceinline__ void next() {
       ring.next();
@@ -72,9 +84,8 @@ struct ChannelBackBlock {
 };
 
 // The warps that bring the operands, by one lane each: one for either ring.
-template <int kGroups>
+template <class Shape>
 struct ChannelBackBringer {
-  using Shape = ChannelBackBlock<kGroups>;
   using Turn = RingTurn<Shape::kDepth>;
   const ChunkArgs& args;
   const ChannelScanBackMaps& maps;
@@ -85,9 +96,9 @@ struct ChannelBackBringer {
     TransactionBarrier& filled = s.of_write.filled[at];
     s.of_write.free[at].wait(turn.parity ^ 1);
     filled.arrive_expecting(sizeof(typename Shape::Write));
-    load_copy(s.write[at].writer, maps.keys, kWriter, item, filled);
+    load_copy<Shape::kWidth>(s.write[at].writer, maps.keys, kWriter, item, filled);
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
+    for (int i = 0; i < Shape::kStateGroups; ++i) {
       load_panels(ValueTile(s.write[at].d_o[i]), maps.d_o, column + i * kGroupColumns, values, filled);
     }
     load_lower(s.write[at].sP, maps.sP, item, filled);
@@ -99,10 +110,11 @@ struct ChannelBackBringer {
     s.of_read.free[at].wait(turn.parity ^ 1);
     filled.arrive_expecting(sizeof(typename Shape::Read) + Shape::kBetaBytes + Shape::kTotalBytes);
     load_lower(s.read[at].J, maps.J, item, filled);
-    load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * kWidth, Shape::kTotalBytes, filled);
+    load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * Shape::kWidth, Shape::kTotalBytes,
+               filled);
     load_bytes(shared_address(s.beta[at]), args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes, filled);
-    load_copy(s.read[at].query, maps.keys, kQuery, item, filled);
-    load_copy(s.read[at].reader, maps.keys, kReader, item, filled);
+    load_copy<Shape::kWidth>(s.read[at].query, maps.keys, kQuery, item, filled);
+    load_copy<Shape::kWidth>(s.read[at].reader, maps.keys, kReader, item, filled);
   }
 
   __device__ __forceinline__ void run(int64_t parts, bool writes) const {
@@ -120,15 +132,16 @@ struct ChannelBackBringer {
   }
 };
 
-template <DType kType, int kGroups>
+template <DType kType, class Shape>
 struct ChannelBackGroup {
-  using Turn = typename ChannelBackBlock<kGroups>::Turn;
+  static constexpr int kK = Shape::kWidth;
+  using Turn = typename Shape::Turn;
 
-  const GradientColumns<kGroups>& own;
-  typename ChannelBackBlock<kGroups>::Shared& s;
+  const GradientColumns<kK, Shape::kStateGroups>& own;
+  typename Shape::Shared& s;
 
   // G^T of the chunk's end.
-  __device__ __forceinline__ void leave_G(const Fragments<kKeySteps>& rG, uint32_t parity) const {
+  __device__ __forceinline__ void leave_G(const Fragments<kKeySteps<kK>>& rG, uint32_t parity) const {
     s.barriers_of_leaving.G_left[own.group].wait(parity ^ 1);
     own.write_G(s.leaving[own.group].G, rG);
     own.hand_over(s.barriers_of_leaving.G_ready[own.group]);
@@ -159,20 +172,20 @@ struct ChannelBackGroup {
 
   __device__ __forceinline__ void run(Turn& turn) const {
     const int lane = own.lane;
-    StateSums G = {};
+    StateSums<kK> G = {};
     own.load_last_gradient(G);
-    Fragments<kKeySteps> rG;
-    round_sums<kType, kKeySteps>(G, rG);
+    Fragments<kKeySteps<kK>> rG;
+    round_sums<kType, kKeySteps<kK>>(G, rG);
     for (int c = own.walk.chunks - 1; c >= 0; --c, turn.next()) {
-      const int at = turn.ring.at;
-      const KeyTile writer(s.write[at].writer), query(s.read[at].query), reader(s.read[at].reader);
-      const LowerTile sP(s.write[at].sP), J(s.read[at].J);
-      const ValueTile d_o_rows(s.write[at].d_o[own.group]);
+      const int first = turn.ring.at, at = turn.read_at();
+      const KeyTile<kK> writer(s.write[first].writer), query(s.read[at].query), reader(s.read[at].reader);
+      const LowerTile sP(s.write[first].sP), J(s.read[at].J);
+      const ValueTile d_o_rows(s.write[first].d_o[own.group]);
       TokenSums X;
-      s.of_write.filled[at].wait(turn.ring.parity);
+      s.of_write.filled[first].wait(turn.ring.parity);
       wgmma_fence(X, rG);
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rG[m], writer.along_rows(0, m), m > 0);
+      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rG[m], writer.along_rows(0, m), m > 0);
       wgmma_commit();
       Fragments<kTokenSteps> d_o, dR, bY;
 #pragma unroll
@@ -183,28 +196,28 @@ struct ChannelBackGroup {
       wgmma_commit();
       leave_G(rG, turn.parity);
       wgmma_wait<0>(X);
-      release(s.of_write.free[at], lane);
+      release(s.of_write.free[first], lane);
       round_sums<kType, kTokenSteps>(X, dR);
-      s.of_read.filled[at].wait(turn.ring.parity);
+      s.of_read.filled[at].wait(turn.read_parity());
       wgmma_fence(X, dR);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, dR[m], J.along_columns(0, m), m > 0);
       wgmma_commit();
 #pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) scale_tile(column_pair(s.total[at], n, lane), G[n], G[n]);
+      for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile(column_pair(s.total[at], n, lane), G[n], G[n]);
       wgmma_fence(G);
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kWidth>(G, d_o[m], query.along_columns(0, m));
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kK>(G, d_o[m], query.along_columns(0, m));
       wgmma_commit();
       wgmma_wait<1>(X);
       scale_Y(s.beta[at], X, lane, bY);
       wgmma_fence(bY);
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kWidth>(G, bY[m], reader.along_columns(0, m));
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kK>(G, bY[m], reader.along_columns(0, m));
       wgmma_commit();
       leave_Y(s.beta[at], X, turn.parity);
       wgmma_wait<0>(G);
-      round_sums<kType, kKeySteps>(G, rG);
+      round_sums<kType, kKeySteps<kK>>(G, rG);
       release(s.of_read.free[at], lane);
     }
     own.store_first_gradient(G);
@@ -212,11 +225,11 @@ struct ChannelBackGroup {
 };
 
 // A block per part; a smaller grid goes round.
-template <DType kType, int kGroups>
-__global__ void __launch_bounds__(ChannelBackBlock<kGroups>::kThreads, 1)
+template <DType kType, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     channel_scan_back_kernel(const __grid_constant__ GradientArgs args,
                              const __grid_constant__ ChannelScanBackMaps maps, int64_t parts) {
-  using Shape = ChannelBackBlock<kGroups>;
+  constexpr int kGroups = Shape::kStateGroups;
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
     s.of_write.init(Shape::kStateWarps);
@@ -229,28 +242,29 @@ __global__ void __launch_bounds__(ChannelBackBlock<kGroups>::kThreads, 1)
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
-    if constexpr (kGroups == 2) give_registers<Shape::kOtherRegisters>();
+    if constexpr (Shape::kTakesRegisters) give_registers<Shape::kOtherRegisters>();
     const int role = warp - Shape::kStateWarps;
-    if (role % 3 == 0 && elect_one()) ChannelBackBringer<kGroups>{args.chunk, maps, s}.run(parts, role == 0);
+    if (role % 3 == 0 && elect_one()) ChannelBackBringer<Shape>{args.chunk, maps, s}.run(parts, role == 0);
     if (role >= 1 && role <= kGroups && elect_one()) {
-      BackStorer<kGroups, ChannelScanBackMaps, typename Shape::Shared>{args, maps, s, role - 1}.run(parts);
+      BackStorer<Shape::kWidth, kGroups, ChannelScanBackMaps, typename Shape::Shared>{args, maps, s, role - 1}.run(
+          parts);
     }
   } else {
-    if constexpr (kGroups == 2) take_registers<Shape::kStateRegisters>();
+    if constexpr (Shape::kTakesRegisters) take_registers<Shape::kStateRegisters>();
     typename Shape::Turn turn;
     const int group = warp / 4;
     for_each_part_in_shared(args.chunk, parts, Shape::kColumns, group, s.work[group], [&] {
-      const GradientColumns<kGroups> own{args, s.work[group].part, s.work[group].walk, group, warp % 4, lane};
-      ChannelBackGroup<kType, kGroups>{own, s}.run(turn);
+      const GradientColumns<Shape::kWidth, kGroups> own{args,  s.work[group].part, s.work[group].walk,
+                                                        group, warp % 4,           lane};
+      ChannelBackGroup<kType, Shape>{own, s}.run(turn);
     });
   }
 }
 
-template <DType kType, int kGroups>
-void launch_channel_scan_back(const GradientArgs& args, const ChannelScanBackMaps& maps, const Context& context) {
-  using Shape = ChannelBackBlock<kGroups>;
+template <DType kType, class Shape>
+void launch_channel_scan_back_of(const GradientArgs& args, const ChannelScanBackMaps& maps, const Context& context) {
   const int64_t parts = count_parts(args.chunk.problem, Shape::kColumns);
-  launch<channel_scan_back_kernel<kType, kGroups>>(
+  launch<channel_scan_back_kernel<kType, Shape>>(
       "delta_rule chunk_sm90 scan back per channel", context,
       {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},
       args, maps, parts);
@@ -261,8 +275,13 @@ void launch_channel_scan_back(const GradientArgs& args, const ChannelScanBackMap
 template <DType kType>
 void launch_channel_scan_back(const GradientArgs& args, const ChannelScanBackMaps& maps, int columns,
                               const Context& context) {
-  columns == ChannelBackBlock<1>::kColumns ? launch_channel_scan_back<kType, 1>(args, maps, context)
-                                           : launch_channel_scan_back<kType, 2>(args, maps, context);
+  const auto of = [&]<class Shape>() { launch_channel_scan_back_of<kType, Shape>(args, maps, context); };
+  if (padded_k(args.chunk.problem.head_dim_k) == 64) {
+    of.template operator()<ChannelBackBlock<64, 1>>();
+  } else {
+    columns == kGroupColumns ? of.template operator()<ChannelBackBlock<128, 1>>()
+                             : of.template operator()<ChannelBackBlock<128, 2>>();
+  }
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

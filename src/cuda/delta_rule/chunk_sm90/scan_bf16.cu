@@ -2,8 +2,11 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
-size_t scan_bytes() {
-  return std::max({sizeof(Block<1, false>::Shared), sizeof(Block<2, false>::Shared), sizeof(Block<2, true>::Shared)});
+size_t scan_bytes(int padded_k) {
+  if (padded_k == 256) return sizeof(Block<256, 1, false>::Shared);
+  if (padded_k == 64) return sizeof(Block<64, 1, false>::Shared);
+  return std::max({sizeof(Block<128, 1, false>::Shared), sizeof(Block<128, 2, false>::Shared),
+                   sizeof(Block<128, 2, true>::Shared)});
 }
 
 template void launch_scan<DType::kBF16>(const ChunkArgs& args, const ScanMaps& maps, int columns,

@@ -1,4 +1,4 @@
-// The scan over the chunks of a sequence on Hopper, for one decay per key channel and K, V <= 128: as scan.cuh, with the
+// The scan over the chunks of a sequence on Hopper, for one decay per key channel, K <= 128 and any V: as scan.cuh, with the
 // decays and norms inside three copies of the keys, which the factors made. See ../chunk.cuh for the equations. A state
 // warpgroup goes through a chunk with five groups of products:
 //
@@ -8,7 +8,9 @@
 //     S = S + R^T writer             R^T = X, rounded
 //     O = O + R^T sP^T               while it runs, S is rounded for the next chunk
 //
-// A chunk has 80 KB of operands, and memory is what binds. They come in three rings, in the order in which they are used,
+// With K <= 64 two blocks of 64 columns are on a multiprocessor, as in scan.cuh.
+//
+// A chunk has 80 KB of operands, K <= 64 40 KB, and memory is what binds. They come in three rings, in the order in which they are used,
 // so that the copies of a later chunk begin where a product of this one has ended:
 //
 //     read     reader, v, beta       until bD is made
@@ -28,25 +30,30 @@ namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
 // A block has kGroups warpgroups of the state, and one more, of which three warps have work.
-template <int kGroups>
+template <int kK, int kGroups>
 struct ChannelBlock {
+  static_assert(kK == 128 || kGroups == 1);
+  static constexpr int kWidth = kK, kStateGroups = kGroups;
   static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
-  static constexpr int kStateRegisters = 232, kOtherRegisters = 40;
-  static_assert(2 * kStateRegisters + kOtherRegisters <= 3 * 168);
-  static constexpr int kReadDepth = 3, kDepth = kGroups == 2 ? 2 : 3;
+  static constexpr int kBlocksOnOne = kK == 64 ? 2 : 1;  // multiprocessor
+  // A warpgroup that has a multiprocessor for itself and the one that serves it needs no more registers.
+  static constexpr bool kTakesRegisters = kK == 64 || kGroups == 2;
+  static constexpr int kStateRegisters = kK == 64 ? 216 : 232, kOtherRegisters = 40;
+  static_assert(kGroups * kStateRegisters + kOtherRegisters <= (kGroups == 2 ? 3 * 168 : 512 / kBlocksOnOne));
+  static constexpr int kReadDepth = kK == 64 ? 2 : 3, kDepth = kK == 64 || kGroups == 2 ? 2 : 3;
 
   struct Read {
-    unsigned char reader[KeyTile::kBytes], v[kGroups][ValueTile::kBytes];
+    unsigned char reader[KeyTile<kK>::kBytes], v[kGroups][ValueTile::kBytes];
   };
   struct Solve {
-    unsigned char query[KeyTile::kBytes], J[LowerTile::kBytes];
+    unsigned char query[KeyTile<kK>::kBytes], J[LowerTile::kBytes];
   };
   struct Write {
-    unsigned char writer[KeyTile::kBytes], sP[LowerTile::kBytes];
+    unsigned char writer[KeyTile<kK>::kBytes], sP[LowerTile::kBytes];
   };
-  static constexpr uint32_t kBetaBytes = kChunkRows * sizeof(float), kTotalBytes = kWidth * sizeof(float);
+  static constexpr uint32_t kBetaBytes = kChunkRows * sizeof(float), kTotalBytes = kK * sizeof(float);
 
   struct alignas(1024) Shared {
     Read read[kReadDepth];
@@ -54,10 +61,11 @@ struct ChannelBlock {
     Write write[kDepth];
     unsigned char o[kGroups][ValueTile::kBytes];
     alignas(16) float beta[kReadDepth][kChunkRows];
-    alignas(16) float total[kDepth][kWidth];
+    alignas(16) float total[kDepth][kK];
     RingBarriers<kReadDepth> of_read;
     RingBarriers<kDepth> of_solve, of_write;
   };
+  static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 
   struct Turns {
     RingTurn<kReadDepth> read;
@@ -74,9 +82,8 @@ struct ChannelBlock {
 // the copies of a chunk as the others take for its products.
 // ------------------------------------------------------------------------------------
 
-template <int kGroups>
+template <class Shape>
 struct ChannelBringer {
-  using Shape = ChannelBlock<kGroups>;
   static constexpr int kRings = 3;
   const ChunkArgs& args;
   const ChannelScanMaps& maps;
@@ -88,9 +95,9 @@ struct ChannelBringer {
     TransactionBarrier& filled = s.of_read.filled[at];
     s.of_read.free[at].wait(turn.parity ^ 1);
     filled.arrive_expecting(sizeof(typename Shape::Read) + Shape::kBetaBytes);
-    load_copy(s.read[at].reader, maps.keys, kReader, item, filled);
+    load_copy<Shape::kWidth>(s.read[at].reader, maps.keys, kReader, item, filled);
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
+    for (int i = 0; i < Shape::kStateGroups; ++i) {
       load_panels(ValueTile(s.read[at].v[i]), maps.v, column + i * kGroupColumns, values, filled);
     }
     load_bytes(shared_address(s.beta[at]), args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes, filled);
@@ -101,7 +108,7 @@ struct ChannelBringer {
     TransactionBarrier& filled = s.of_solve.filled[at];
     s.of_solve.free[at].wait(turn.parity ^ 1);
     filled.arrive_expecting(sizeof(typename Shape::Solve));
-    load_copy(s.solve[at].query, maps.keys, kQuery, item, filled);
+    load_copy<Shape::kWidth>(s.solve[at].query, maps.keys, kQuery, item, filled);
     load_lower(s.solve[at].J, maps.J, item, filled);
   }
 
@@ -110,9 +117,10 @@ struct ChannelBringer {
     TransactionBarrier& filled = s.of_write.filled[at];
     s.of_write.free[at].wait(turn.parity ^ 1);
     filled.arrive_expecting(sizeof(typename Shape::Write) + Shape::kTotalBytes);
-    load_copy(s.write[at].writer, maps.keys, kWriter, item, filled);
+    load_copy<Shape::kWidth>(s.write[at].writer, maps.keys, kWriter, item, filled);
     load_lower(s.write[at].sP, maps.sP, item, filled);
-    load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * kWidth, Shape::kTotalBytes, filled);
+    load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * Shape::kWidth, Shape::kTotalBytes,
+               filled);
   }
 
   __device__ __forceinline__ void run(int64_t parts, int ring) const {
@@ -155,10 +163,11 @@ __device__ __forceinline__ void correct_values(const ValueTile& values, const fl
   }
 }
 
-template <DType kType, int kGroups>
+template <DType kType, class Shape>
 struct ChannelStateGroup {
-  const StateColumns<kGroups>& own;
-  typename ChannelBlock<kGroups>::Shared& s;
+  static constexpr int kK = Shape::kWidth;
+  const StateColumns<kK, Shape::kStateGroups>& own;
+  typename Shape::Shared& s;
   const TensorMap& o_map;
   bool leader;  // the thread that stores o
 
@@ -179,30 +188,30 @@ struct ChannelStateGroup {
   }
 
   // One part. S and O of a chunk are handed to the next one rounded, as in scan.cuh.
-  __device__ __forceinline__ void run(typename ChannelBlock<kGroups>::Turns& turn) const {
+  __device__ __forceinline__ void run(typename Shape::Turns& turn) const {
     const Walk& walk = own.walk;
     const int warp = own.warp, lane = own.lane;
-    StateSums S = {};
+    StateSums<kK> S = {};
     own.load_first_state(S);
-    Fragments<kKeySteps> rS;
-    round_sums<kType, kKeySteps>(S, rS);
+    Fragments<kKeySteps<kK>> rS;
+    round_sums<kType, kKeySteps<kK>>(S, rS);
     Fragments<kTokenSteps> rO;
     for (int c = 0; c < walk.chunks; ++c, turn.next()) {
       own.save_chunk_state(c, rS, S);
       const int first = turn.read.at, at = turn.other.at;
-      const KeyTile reader(s.read[first].reader), query(s.solve[at].query), writer(s.write[at].writer);
+      const KeyTile<kK> reader(s.read[first].reader), query(s.solve[at].query), writer(s.write[at].writer);
       const LowerTile J(s.solve[at].J), sP(s.write[at].sP);
       TokenSums X, O;
       s.of_read.filled[first].wait(turn.read.parity);
       wgmma_fence(X, rS);
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rS[m], reader.along_rows(0, m), m > 0);
+      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rS[m], reader.along_rows(0, m), m > 0);
       wgmma_commit();
       if (c > 0) store_outputs(rO, c - 1);
       s.of_solve.filled[at].wait(turn.other.parity);
       wgmma_fence(O);
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(O, rS[m], query.along_rows(0, m), m > 0);
+      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(O, rS[m], query.along_rows(0, m), m > 0);
       wgmma_commit();
       wgmma_wait<1>(X);
       Fragments<kTokenSteps> bD, R;
@@ -214,20 +223,20 @@ struct ChannelStateGroup {
       wgmma_commit();
       s.of_write.filled[at].wait(turn.other.parity);
 #pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) scale_tile(column_pair(s.total[at], n, lane), S[n], S[n]);
+      for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile(column_pair(s.total[at], n, lane), S[n], S[n]);
       wgmma_wait<0>(X, O);
       release(s.of_solve.free[at], lane);
       round_sums<kType, kTokenSteps>(X, R);
       wgmma_fence(S, R);
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kWidth>(S, R[m], writer.along_columns(0, m));
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kK>(S, R[m], writer.along_columns(0, m));
       wgmma_commit();
       wgmma_fence(O);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
       wgmma_commit();
       wgmma_wait<1>(S);
-      round_sums<kType, kKeySteps>(S, rS);
+      round_sums<kType, kKeySteps<kK>>(S, rS);
       wgmma_wait<0>(O);
       round_sums<kType, kTokenSteps>(O, rO);
       release(s.of_write.free[at], lane);
@@ -238,11 +247,10 @@ struct ChannelStateGroup {
 };
 
 // A block per part; a smaller grid goes round.
-template <DType kType, int kGroups>
-__global__ void __launch_bounds__(ChannelBlock<kGroups>::kThreads, 1)
+template <DType kType, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     channel_scan_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ChannelScanMaps maps,
                         int64_t parts) {
-  using Shape = ChannelBlock<kGroups>;
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
     s.of_read.init(Shape::kStateWarps);
@@ -255,28 +263,26 @@ __global__ void __launch_bounds__(ChannelBlock<kGroups>::kThreads, 1)
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
-    if constexpr (kGroups == 2) give_registers<Shape::kOtherRegisters>();
+    if constexpr (Shape::kTakesRegisters) give_registers<Shape::kOtherRegisters>();
     const int ring = warp - Shape::kStateWarps;
-    if (ring < ChannelBringer<kGroups>::kRings && elect_one()) {
-      ChannelBringer<kGroups>{args, maps, s}.run(parts, ring);
-    }
+    if (ring < ChannelBringer<Shape>::kRings && elect_one()) ChannelBringer<Shape>{args, maps, s}.run(parts, ring);
   } else {
-    if constexpr (kGroups == 2) take_registers<Shape::kStateRegisters>();
+    if constexpr (Shape::kTakesRegisters) take_registers<Shape::kStateRegisters>();
     const bool leader = threadIdx.x % kGroupThreads == 0;
     typename Shape::Turns turn;
     for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
-      const StateColumns<kGroups> own{args, part, walk, warp / 4, warp % 4, opaque_below<kWarpSize>(lane)};
-      ChannelStateGroup<kType, kGroups>{own, s, maps.o, leader}.run(turn);
+      const StateColumns<Shape::kWidth, Shape::kStateGroups> own{args,     part,     walk,
+                                                                 warp / 4, warp % 4, opaque_below<kWarpSize>(lane)};
+      ChannelStateGroup<kType, Shape>{own, s, maps.o, leader}.run(turn);
     });
     if (leader) wait_stores_read<0>();
   }
 }
 
-template <DType kType, int kGroups>
-void launch_channel_scan(const ChunkArgs& args, const ChannelScanMaps& maps, const Context& context) {
-  using Shape = ChannelBlock<kGroups>;
+template <DType kType, class Shape>
+void launch_channel_scan_of(const ChunkArgs& args, const ChannelScanMaps& maps, const Context& context) {
   const int64_t parts = count_parts(args.problem, Shape::kColumns);
-  launch<channel_scan_kernel<kType, kGroups>>(
+  launch<channel_scan_kernel<kType, Shape>>(
       "delta_rule chunk_sm90 scan per channel", context,
       {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},
       args, maps, parts);
@@ -286,8 +292,13 @@ void launch_channel_scan(const ChunkArgs& args, const ChannelScanMaps& maps, con
 
 template <DType kType>
 void launch_channel_scan(const ChunkArgs& args, const ChannelScanMaps& maps, int columns, const Context& context) {
-  columns == ChannelBlock<1>::kColumns ? launch_channel_scan<kType, 1>(args, maps, context)
-                                       : launch_channel_scan<kType, 2>(args, maps, context);
+  const auto of = [&]<class Shape>() { launch_channel_scan_of<kType, Shape>(args, maps, context); };
+  if (padded_k(args.problem.head_dim_k) == 64) {
+    of.template operator()<ChannelBlock<64, 1>>();
+  } else {
+    columns == kGroupColumns ? of.template operator()<ChannelBlock<128, 1>>()
+                             : of.template operator()<ChannelBlock<128, 2>>();
+  }
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -8,7 +8,7 @@
 namespace fastweight::cuda::chunk_sm90 {
 
 struct ChannelScanMaps {
-  TensorMap keys;   // the copies, [items][3][64][128], in boxes of 64 x 64: {column, 0, KeyCopy, item}
+  TensorMap keys;   // copies_map
   TensorMap v, o;   // token_map with boxes of 64 x 64
   TensorMap J, sP;  // lower_map
 };
@@ -16,9 +16,9 @@ struct ChannelScanMaps {
 // Of the chunks of a launch. `o` absent: only states are wanted.
 ChannelScanMaps channel_scan_maps(const DeltaRuleInputs& in, const TensorView& o, const chunk_16bit::ChunkArgs& args);
 
-size_t channel_scan_bytes();  // of shared memory in the largest block
+size_t channel_scan_bytes(int padded_k);  // of shared memory in the largest block
 
-// One launch, of blocks with 64 or 128 value columns. For bf16 and fp16, a file each.
+// One launch, of blocks with 64 or 128 value columns, K up to 64 always 64. For bf16 and fp16, a file each.
 template <DType kType>
 void launch_channel_scan(const chunk_16bit::ChunkArgs& args, const ChannelScanMaps& maps, int columns,
                          const Context& context);

@@ -77,12 +77,13 @@ __device__ __forceinline__ void load_panels(const Tile& tile, const TensorMap& m
 }
 
 // A copy of the keys with their decays. See ChannelScanMaps.
+template <int kK>
 __device__ __forceinline__ void load_copy(const void* memory, const TensorMap& map, KeyCopy copy, int item,
                                           TransactionBarrier& barrier) {
-  const KeyTile tile(memory);
+  const KeyTile<kK> tile(memory);
 #pragma unroll
-  for (int p = 0; p < KeyTile::kPanels; ++p) {
-    load_box(tile.panel(p), map, {p * KeyTile::kPanelColumns, 0, copy, item}, barrier);
+  for (int p = 0; p < tile.kPanels; ++p) {
+    load_box(tile.panel(p), map, {p * tile.kPanelColumns, 0, copy, item}, barrier);
   }
 }
 
@@ -105,7 +106,8 @@ __device__ __forceinline__ void store_lower_rows(const void* memory, const Tenso
 
 // [64 value columns x 64 tokens] and [64 value columns x K], as C tiles of a warp's 16 columns.
 using TokenSums = float[kTokenTiles][4];
-using StateSums = float[kKeyTiles][4];
+template <int kK>
+using StateSums = float[kKeyTiles<kK>][4];
 template <int kSteps>
 using Fragments = uint32_t[kSteps][4];
 
@@ -138,60 +140,68 @@ __device__ __forceinline__ void group_barrier(int group) {
   group == 0 ? named_barrier<1>(kGroupThreads) : named_barrier<2>(kGroupThreads);
 }
 
-// The columns of a warpgroup, one of kGroups that share the columns of a block.
-template <int kGroups>
+// The columns of a warpgroup, one of kGroups that share the columns of a block; kK channels, of which kParts warpgroups have
+// others each.
+template <int kK, int kGroups, int kParts = 1>
 struct StateColumns {
   const ChunkArgs& args;
   const ScanPart& part;
   const Walk& walk;
   int group, warp, lane;  // the warp within the warpgroup
+  int first_channel = 0;
 
   __device__ __forceinline__ int first_column() const { return part.column + group * kGroupColumns; }
   __device__ __forceinline__ int column() const { return first_column() + 16 * warp; }
+  // Channels from the first on that there are, and where a state has it.
+  __device__ __forceinline__ int channels() const { return args.problem.head_dim_k - first_channel; }
+  __device__ __forceinline__ int64_t offset_in(const DeviceStates& states) const {
+    return first_channel * states.k_stride;
+  }
 
   // The thread's share of the states between windows.
-  static constexpr int kStateThreads = kGroups * kGroupThreads;
+  static constexpr int kStateThreads = kGroups * kParts * kGroupThreads;
   template <class Float>
   __device__ __forceinline__ Float* carried(Float* states) const {
     constexpr int kColumns = kGroups * kGroupColumns;
-    return chunk_16bit::carried_at(args, states, part, walk, kColumns, kColumns * kWidth,
+    return chunk_16bit::carried_at(args, states, part, walk, kColumns, kColumns * kK * kParts,
                                    static_cast<int>(threadIdx.x));
   }
 
-  __device__ __forceinline__ void load_first_state(StateSums& S) const {
+  __device__ __forceinline__ void load_first_state(StateSums<kK>& S) const {
     if (!walk.opens) {
       chunk_16bit::take_tiles<kStateThreads>(carried(args.carried.taken), S);
     } else if (args.initial_state.present()) {
-      load_state<kWidth>(args.initial_state, state_offset(args.initial_state, part), column(), args.problem.head_dim_k,
-                         args.problem.head_dim_v, lane, S);
+      load_state<kK>(args.initial_state, state_offset(args.initial_state, part) + offset_in(args.initial_state),
+                     column(), channels(), args.problem.head_dim_v, lane, S);
     }
   }
 
   // The state before chunk c of the walk, or after the last one.
-  __device__ __forceinline__ void save_state(int c, bool last, StateSums& S) const {
+  __device__ __forceinline__ void save_state(int c, bool last, StateSums<kK>& S) const {
     if (last && !walk.closes) return chunk_16bit::give_tiles<kStateThreads>(carried(args.carried.given), S);
     const StateAddress place =
         last ? final_state_address(args, part) : chunk_state_address(args, part, walk.span.batch, walk.position + c);
     if (!place.exists) return;
-    store_state<kWidth>(place.states, place.offset, column(), args.problem.head_dim_k, args.problem.head_dim_v, lane,
-                        S);
+    store_state<kK>(place.states, place.offset + offset_in(place.states), column(), channels(), args.problem.head_dim_v,
+                    lane, S);
   }
 
   // The same before chunk c from the rounded state, where states have its type and rows along K. Neighbouring lanes
   // exchange pairs: of 16 channels a lane has four that lie together, and four lanes have 32 bytes of a row.
-  __device__ __forceinline__ void save_rounded_state(int c, const Fragments<kKeySteps>& rS) const {
+  __device__ __forceinline__ void save_rounded_state(int c, const Fragments<kKeySteps<kK>>& rS) const {
     const StateAddress place = chunk_state_address(args, part, walk.span.batch, walk.position + c);
     if (!place.exists) return;
     const bool odd = lane % 2 == 1;
     const int row = column() + lane / 4, first = 2 * (lane % 4) + (odd ? 6 : 0);
-    uint16_t* to = static_cast<uint16_t*>(place.states.data) + place.offset + row * place.states.v_stride + first;
+    uint16_t* to =
+        static_cast<uint16_t*>(place.states.data) + place.offset + row * place.states.v_stride + first_channel + first;
 #pragma unroll
-    for (int m = 0; m < kKeySteps; ++m) {
+    for (int m = 0; m < kKeySteps<kK>; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint32_t low = rS[m][h], high = rS[m][2 + h];
         const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? low : high, 1);
-        if (row + 8 * h >= args.problem.head_dim_v || 16 * m + first >= args.state_width) continue;
+        if (row + 8 * h >= args.problem.head_dim_v || first_channel + 16 * m + first >= args.state_width) continue;
         *reinterpret_cast<uint2*>(to + 16 * m + 8 * h * place.states.v_stride) =
             odd ? make_uint2(other, high) : make_uint2(low, other);
       }
@@ -199,7 +209,7 @@ struct StateColumns {
   }
 
   // Where the states before chunks are wanted: from the sums, or from what was rounded of them.
-  __device__ __forceinline__ void save_chunk_state(int c, const Fragments<kKeySteps>& rS, StateSums& S) const {
+  __device__ __forceinline__ void save_chunk_state(int c, const Fragments<kKeySteps<kK>>& rS, StateSums<kK>& S) const {
     if (args.state_width > 0) {
       save_rounded_state(c, rS);
     } else if (args.chunk_states.present()) {

@@ -11,14 +11,21 @@ using chunk_16bit::kChunkRows;
 
 inline constexpr int kGroupThreads = 128, kGroupWarps = 4;  // of a warpgroup
 inline constexpr int kGroupColumns = 64;                    // of values, that one has of a state
-inline constexpr int kTokenSteps = kChunkRows / 16, kKeySteps = kWidth / 16;
-inline constexpr int kTokenTiles = kChunkRows / 8, kKeyTiles = kWidth / 8;
+inline constexpr int kTokenSteps = kChunkRows / 16, kTokenTiles = kChunkRows / 8;
 
-using KeyTile = PanelTile<kChunkRows, kWidth>;                 // k and q
 using LowerTile = PanelTile<kChunkRows, kChunkRows>;           // J and sP
 using ValueTile = PanelTile<kChunkRows, kGroupColumns>;        // a warpgroup's columns of v and o
-using StateTile = PanelTile<kGroupColumns, kWidth>;            // .. of S^T or its gradient
 using WritesTile = PanelTile<kGroupColumns, kChunkRows>;       // .. of R^T or Y^T
 inline constexpr int kLowerBytes = LowerTile::kRowBytes * 16;  // of a row of blocks
+
+// Of K, padded to 64 or 128.
+template <int kK>
+inline constexpr int kKeySteps = kK / 16;
+template <int kK>
+inline constexpr int kKeyTiles = kK / 8;
+template <int kK>
+using KeyTile = PanelTile<kChunkRows, kK>;  // k and q
+template <int kK>
+using StateTile = PanelTile<kGroupColumns, kK>;  // a warpgroup's columns of S^T or its gradient
 
 }  // namespace fastweight::cuda::chunk_sm90
