@@ -179,16 +179,36 @@ struct Gradients {
   __device__ __forceinline__ void run(const Item& item, Item& next) const {
     wait_copies<0>();
     __syncthreads();
-    if (threadIdx.x == 0) find_next<X::kColumns>(args.chunk, item, item.pair + gridDim.x, next);
+    if (threadIdx.x == 0) {
+      find_next<X::kColumns>(args.chunk, item, item.last ? pair_from(item.pair + gridDim.x) : item.pair, next);
+    }
     make_sums(item);
     finish_tiles<kType>(args, item, s, thread_index());
     __syncthreads();
     finish(item, next);
   }
 
-  // A block takes every gridDim.x-th pair of a chunk and a key head.
+  // A block takes every gridDim.x-th pair of a chunk and a key head, or those of them that another kernel left.
+  __device__ __forceinline__ int64_t pair_from(int64_t pair) const {
+    if (args.left == nullptr) return pair;
+    const int64_t end = chunks_in_window(args.chunk) * (args.chunk.problem.num_value_heads / args.chunk.problem.group);
+    while (pair < end) {
+      constexpr int kAtOnce = 8;  // none may be left: then nothing is done but wait for these
+      uint32_t left[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t at = pair + i * int64_t{gridDim.x};
+        left[i] = at < end ? args.left[at] : 1;
+      }
+      for (int i = 0; i < kAtOnce; ++i, pair += gridDim.x) {
+        if (left[i] != 0) return pair;
+      }
+    }
+    return pair;
+  }
+
   __device__ __forceinline__ void run_all() const {
-    if (threadIdx.x == 0) first_item<X::kColumns>(args.chunk, blockIdx.x, s.items[0]);
+    if (threadIdx.x == 0) first_item<X::kColumns>(args.chunk, pair_from(blockIdx.x), s.items[0]);
     __syncthreads();
     if (s.items[0].span.sequence < 0) return;
     const int thread = thread_index();

@@ -1,6 +1,7 @@
 // The entry chunk_sm90, backward in the chunk form on Hopper: what it takes, its tensor maps and its launches. One decay per
 // head: factors as in chunk_16bit, then scan.cuh, scan_back.cuh, gradients.cuh. One per channel: factors_per_channel.cu,
-// scan_per_channel.cuh, scan_back_per_channel.cuh, then the gradients of chunk_16bit.
+// scan_per_channel.cuh, scan_back_per_channel.cuh, gradients_per_channel.cuh, and the gradients of chunk_16bit for what
+// the last one leaves.
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -9,6 +10,7 @@
 #include "cuda/delta_rule/chunk_16bit/setup.h"
 #include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 #include "cuda/delta_rule/chunk_sm90/gradients.h"
+#include "cuda/delta_rule/chunk_sm90/gradients_per_channel.h"
 #include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/delta_rule/chunk_sm90/scan_back.h"
 #include "cuda/delta_rule/chunk_sm90/scan_back_per_channel.h"
@@ -120,8 +122,35 @@ void scan_channels_back(const DeltaRuleBackwardProblem& problem, const GradientA
                                           : launch_channel_scan_back<DType::kF16>(args, maps, columns, context);
 }
 
+// Whether the gradients of Hopper are asked first. fp16 has few exponents: raw gates, which decay by more than 2^-4 in 16
+// tokens, would all be strong.
+bool takes_channel_gradients(const DeltaRuleBackwardProblem& problem) {
+  const DeltaRuleInputs& in = problem.args.in;
+  return (in.k.dtype == DType::kBF16 || !problem.args.options.gate_in_kernel) &&
+         lacks_shared_memory(channel_gradients_bytes(), in.q.device.index).empty();
+}
+
 void channel_gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, int64_t blocks,
                        const Context& context) {
+  if (takes_channel_gradients(problem)) {
+    const DeltaRuleBackward& call = problem.args;
+    const WindowMaps of = window_maps(call, args);
+    const ChannelGradientMaps maps{of.k,
+                                   of.q,
+                                   rows_of(call.in.v),
+                                   of.d_o,
+                                   rows_of(call.dq),
+                                   rows_of(call.dk),
+                                   copies_map(args.chunk.factors.keys, call.in.k.dtype, items_of(args.chunk).factors),
+                                   of.J,
+                                   states_map(args, problem.sizes.batch),
+                                   of.G,
+                                   of.Y};
+    const int64_t multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, call.in.q.device.index);
+    const int64_t own = std::min(blocks, multiprocessors);
+    call.in.k.dtype == DType::kBF16 ? launch_channel_gradients<DType::kBF16>(args, maps, own, context)
+                                    : launch_channel_gradients<DType::kF16>(args, maps, own, context);
+  }
   problem.args.in.k.dtype == DType::kBF16
       ? chunk_16bit::launch_gradients_per_channel<DType::kBF16>(args, kWidth, blocks, context)
       : chunk_16bit::launch_gradients_per_channel<DType::kF16>(args, kWidth, blocks, context);
@@ -200,6 +229,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
         {.ready_columns = 0,
          .gradients_on_one = kChannelGradientsOnOne,
          .sums_keys = problem.sizes.group > 1,
+         .leaves_pairs = takes_channel_gradients(problem),
          .scan_states = [&](const ChunkArgs& args) { scan_channel_states(problem, args, context); },
          .scan_back = [&](const GradientArgs& args) { scan_channels_back(problem, args, context); },
          .gradients = [&](const GradientArgs& args,
