@@ -185,6 +185,23 @@ TEST(Sm90Backward, StrongDecaysPerChannel) {
   }
 }
 
+// Of a group of heads and four chunks, one head in one chunk: another kernel has the group's share of dq and dk there.
+TEST(Sm90Backward, OneStrongDecayAmongMildOnes) {
+  DeltaRuleSpec spec = with_heads(wide(Gate::kPerChannel, 200), 2, 2);
+  spec.options.qk_l2norm = true;
+  DeltaRuleCase problem = draw(spec, 18);
+  for (int64_t i = 0; i < problem.g.size(); ++i) problem.g.set(i, -0.3 * (i * 7 % 11) / 11);
+  problem.g.set((70 * spec.HV + 1) * spec.K + 5, -20.0);
+  expect_as_reference(problem);
+}
+
+// So mild that tiles of 16 tokens fit the exponents of fp16.
+TEST(Sm90Backward, MildDecaysPerChannelInFp16) {
+  DeltaRuleCase problem = draw(wide(Gate::kPerChannel, 100, DType::kF16), 19);
+  for (int64_t i = 0; i < problem.g.size(); ++i) problem.g.set(i, -0.1 * (i * 7 % 11) / 11);
+  expect_as_reference(problem);
+}
+
 TEST(Sm90Backward, WhatItDeclines) {
   const auto expect = [](const DeltaRuleSpec& spec, const std::string& reason) {
     expect_refused(ErrorCode::kUnsupported, reason, [&] { run(draw(spec, 10)); });

@@ -18,6 +18,7 @@ struct BackKernels {
   int64_t scan_blocks;
   int gradients_on_one;                                // blocks of the gradients on a multiprocessor
   bool sums_keys;                                      // whether these leave sums of dq and dk in memory
+  bool leaves_pairs = false;                           // whether these have GradientArgs::left
   std::function<void(const ChunkArgs&)> scan_states;   // over all chunks, as in the forward: the states before them
   std::function<void(const GradientArgs&)> scan_back;  // over a window
   std::function<void(const GradientArgs&, int64_t blocks)> gradients;  // of its chunks, with sums of so many blocks

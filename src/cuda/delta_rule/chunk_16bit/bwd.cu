@@ -117,6 +117,7 @@ struct Scratch {
   float* carried;
   double* parameter_parts;
   float* key_sums;
+  uint32_t* left;
 };
 
 // Those of BackProgress, of a chunk and a value head, and in all.
@@ -149,6 +150,7 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
   scratch.parameter_parts = layout.take<double>(parameter_sums(problem, chunk).count());
   const int64_t key_sums = (has_decay_per_channel(problem) ? kKeySumsPerChannel : kKeySums) * kChunkRows * K;
   scratch.key_sums = layout.take<float>(kernels.sums_keys ? gradient_blocks(problem, kernels, slots) * key_sums : 0);
+  scratch.left = layout.take<uint32_t>(kernels.leaves_pairs ? slots * problem.sizes.num_heads : 0);
   return scratch;
 }
 
@@ -269,6 +271,7 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKern
   ParameterSums sums = parameter_sums(problem, args.chunk);
   args.parameter_parts = sums.parts = sums.wanted() ? scratch.parameter_parts : nullptr;
   args.key_sums = kernels.sums_keys ? scratch.key_sums : nullptr;
+  args.left = kernels.leaves_pairs ? scratch.left : nullptr;
   if (args.chunk.num_chunks > 0) provide_states(problem, kernels, scratch, args, context);
   const bool beside = kernels.ready_columns > 0, beside_next = windows.sets > 1;
   const int64_t flags = count_flags(problem, kernels, args.chunk);

@@ -63,6 +63,10 @@ struct GradientArgs {
   // Where a block leaves the sum of dq and dk over the heads of a group and the ranges of value columns so far, and per
   // channel that of dg over the ranges: [blocks][2 or 3][64][padded K]; absent where there is one head and one range.
   float* key_sums = nullptr;
+
+  // [slots][H] of the window: pairs of a chunk and a key head that are left to the kernel of chunk_16bit, which takes no
+  // others then. Absent: it takes all.
+  uint32_t* left = nullptr;
 };
 inline constexpr int kKeySums = 2, kKeySumsPerChannel = 3;
 

@@ -69,14 +69,17 @@ __device__ __forceinline__ int64_t pair_from_the_end(const ChunkArgs& args, int6
 }
 
 // A block takes one pair of a chunk and a key head after the other: beside a scan back whichever is next, else every
-// gridDim.x-th. By one thread.
+// gridDim.x-th. By one thread. With BackProgress:
 __device__ __forceinline__ int64_t first_pair(const GradientArgs& args) {
-  if (args.progress.present()) return pair_from_the_end(args.chunk, claim(args.progress.counter));
-  return args.claimed != nullptr ? claim(args.claimed) : int64_t{blockIdx.x};
+  return args.progress.present() ? pair_from_the_end(args.chunk, claim(args.progress.counter)) : int64_t{blockIdx.x};
 }
 
-// The one after an item's, without BackProgress; claimed only where the item is the last of its pair.
-__device__ __forceinline__ int64_t next_pair(const GradientArgs& args, const Item& item) {
+// Beside the scan back over the next window, if it is: the first pair, and the one after an item's, which is claimed only
+// where the item is the last of its pair.
+__device__ __forceinline__ int64_t first_claimed(const GradientArgs& args) {
+  return args.claimed != nullptr ? claim(args.claimed) : blockIdx.x;
+}
+__device__ __forceinline__ int64_t next_claimed(const GradientArgs& args, const Item& item) {
   return args.claimed != nullptr && item.last ? claim(args.claimed) : item.pair + gridDim.x;
 }
 

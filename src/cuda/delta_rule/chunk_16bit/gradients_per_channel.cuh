@@ -179,15 +179,42 @@ struct Gradients {
   __device__ __forceinline__ void run(const Item& item, Item& next) const {
     wait_copies<0>();
     __syncthreads();
-    if (threadIdx.x == 0) find_next<X::kColumns>(args.chunk, item, next_pair(args, item), next);
+    if (threadIdx.x == 0) find_next<X::kColumns>(args.chunk, item, pair_after(item), next);
     make_sums(item);
     finish_tiles<kType>(args, item, s, thread_index());
     __syncthreads();
     finish(item, next);
   }
 
+  // The first of every gridDim.x-th pair, from one on, that another kernel left.
+  __device__ __forceinline__ int64_t pair_left_from(int64_t pair) const {
+    const int64_t end = chunks_in_window(args.chunk) * (args.chunk.problem.num_value_heads / args.chunk.problem.group);
+    while (pair < end) {
+      constexpr int kAtOnce = 8;  // none may be left: then nothing is done but wait for these
+      uint32_t left[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t at = pair + i * int64_t{gridDim.x};
+        left[i] = at < end ? args.left[at] : 1;
+      }
+      for (int i = 0; i < kAtOnce; ++i, pair += gridDim.x) {
+        if (left[i] != 0) return pair;
+      }
+    }
+    return pair;
+  }
+
+  // What a block takes, and then after an item.
+  __device__ __forceinline__ int64_t pair_before_all() const {
+    return args.left != nullptr ? pair_left_from(blockIdx.x) : first_claimed(args);
+  }
+  __device__ __forceinline__ int64_t pair_after(const Item& item) const {
+    if (args.left == nullptr) return next_claimed(args, item);
+    return item.last ? pair_left_from(item.pair + gridDim.x) : item.pair;
+  }
+
   __device__ __forceinline__ void run_all() const {
-    if (threadIdx.x == 0) first_item<X::kColumns>(args.chunk, first_pair(args), s.items[0]);
+    if (threadIdx.x == 0) first_item<X::kColumns>(args.chunk, pair_before_all(), s.items[0]);
     __syncthreads();
     if (s.items[0].span.sequence < 0) return;
     const int thread = thread_index();
@@ -205,7 +232,8 @@ static_assert(sizeof(Shared<128>) <= (228 / 2 - 1) * 1024);
 template <DType kType, int kK>
 __global__ void __launch_bounds__(Shape<kK>::kThreads, Shape<kK>::kBlocksOfSM)
     channel_gradients_kernel(const __grid_constant__ GradientArgs args) {
-  wait_unless_beside_next(args);
+  // Pairs that another kernel left are known when it has ended.
+  args.left != nullptr ? wait_for_previous_kernels() : wait_unless_beside_next(args);
   Gradients<kType, kK>{args, dynamic_shared<Shared<kK>>()}.run_all();
   wait_for_previous_kernels();
 }

@@ -1,8 +1,9 @@
 // The entry chunk_sm90, backward in the chunk form on Hopper: what it takes, its tensor maps and its launches. One decay per
 // head: factors as in chunk_16bit, then scan.cuh, scan_back.cuh, gradients.cuh. One per channel: factors_per_channel.cu,
-// scan_per_channel.cuh, scan_back_per_channel.cuh, then the gradients of chunk_16bit, as for one per head with more value
-// columns than a block of gradients.cuh has room for.
+// scan_per_channel.cuh, scan_back_per_channel.cuh, gradients_per_channel.cuh. The gradients of chunk_16bit follow for what
+// the last one leaves, and take the place of either for widths that it does not take.
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <string>
 
@@ -10,6 +11,7 @@
 #include "cuda/delta_rule/chunk_16bit/setup.h"
 #include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 #include "cuda/delta_rule/chunk_sm90/gradients.h"
+#include "cuda/delta_rule/chunk_sm90/gradients_per_channel.h"
 #include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/delta_rule/chunk_sm90/scan_back.h"
 #include "cuda/delta_rule/chunk_sm90/scan_back_per_channel.h"
@@ -133,6 +135,40 @@ void scan_channels_back(const DeltaRuleBackwardProblem& problem, const GradientA
                                           : launch_channel_scan_back<DType::kF16>(args, maps, columns, context);
 }
 
+// Whether the gradients of Hopper are asked first. fp16 has few exponents: raw gates, which decay by more than 2^-4 in 16
+// tokens, would all be strong.
+bool takes_channel_gradients(const DeltaRuleBackwardProblem& problem) {
+  const DeltaRuleInputs& in = problem.args.in;
+  const DeltaRuleSizes& sizes = problem.sizes;
+  return padded_k(sizes.head_dim_k) == 128 && sizes.head_dim_v <= 128 &&
+         (in.k.dtype == DType::kBF16 || !problem.args.options.gate_in_kernel) &&
+         lacks_shared_memory(channel_gradients_bytes(), in.q.device.index).empty();
+}
+
+// Those of Hopper, and the kernel of chunk_16bit for the pairs that they leave.
+void channel_gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, int64_t blocks,
+                       const std::function<void(const GradientArgs&, int64_t)>& others, const Context& context) {
+  const DeltaRuleBackward& call = problem.args;
+  const DType dtype = call.in.k.dtype;
+  const WindowMaps of = window_maps(call, args);
+  const ChannelGradientMaps maps{of.k,
+                                 of.q,
+                                 rows_of(call.in.v),
+                                 of.d_o,
+                                 rows_of(call.dq),
+                                 rows_of(call.dk),
+                                 copies_map(args.chunk.factors.keys, dtype, 128, items_of(args.chunk).factors),
+                                 of.J,
+                                 states_map(args, 128, problem.sizes.batch),
+                                 of.G,
+                                 of.Y};
+  const int64_t multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, call.in.q.device.index);
+  const int64_t own = std::min(blocks, multiprocessors);
+  dtype == DType::kBF16 ? launch_channel_gradients<DType::kBF16>(args, maps, own, context)
+                        : launch_channel_gradients<DType::kF16>(args, maps, own, context);
+  others(args, blocks);
+}
+
 // Whether a gradient can leave by TMA, if anybody wants it.
 bool leaves_by_map(const TensorView& x, DType dtype) { return !x.present() || (x.dtype == dtype && has_token_map(x)); }
 
@@ -208,6 +244,12 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   if (chunk_16bit::has_decay_per_channel(problem)) {
     kernels.scan_states = [&](const ChunkArgs& args) { scan_channel_states(problem, args, context); };
     kernels.scan_back = [&](const GradientArgs& args) { scan_channels_back(problem, args, context); };
+    if (takes_channel_gradients(problem)) {
+      kernels.leaves_pairs = true;
+      kernels.gradients = [&, others = kernels.gradients](const GradientArgs& args, int64_t blocks) {
+        channel_gradients(problem, args, blocks, others, context);
+      };
+    }
   } else {
     kernels.scan_states = [&](const ChunkArgs& args) { scan_states(problem, args, context); };
     kernels.scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); };

@@ -186,7 +186,7 @@ struct Bringer {
   }
 
   __device__ __forceinline__ void run() const {
-    chunk_16bit::first_item<Block::kColumns>(args.chunk, chunk_16bit::first_pair(args), s.next[0]);
+    chunk_16bit::first_item<Block::kColumns>(args.chunk, chunk_16bit::first_claimed(args), s.next[0]);
     uint32_t keys = 0;
     for (uint32_t turn = 0;; ++turn) {
       const Item& item = s.next[turn % 2];
@@ -195,7 +195,7 @@ struct Bringer {
       bring_numbers(item, turn, keys - 1);
       if (!exists) return;
       bring_operands(item, turn);
-      chunk_16bit::find_next<Block::kColumns>(args.chunk, item, chunk_16bit::next_pair(args, item),
+      chunk_16bit::find_next<Block::kColumns>(args.chunk, item, chunk_16bit::next_claimed(args, item),
                                               s.next[(turn + 1) % 2]);
     }
   }

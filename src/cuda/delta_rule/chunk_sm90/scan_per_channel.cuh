@@ -83,7 +83,7 @@ struct ChannelBlock {
 // ------------------------------------------------------------------------------------
 
 template <class Shape>
-struct ChannelBringer {
+struct ChannelScanBringer {
   static constexpr int kRings = 3;
   const ChunkArgs& args;
   const ChannelScanMaps& maps;
@@ -265,7 +265,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
   if (warp >= Shape::kStateWarps) {
     if constexpr (Shape::kTakesRegisters) give_registers<Shape::kOtherRegisters>();
     const int ring = warp - Shape::kStateWarps;
-    if (ring < ChannelBringer<Shape>::kRings && elect_one()) ChannelBringer<Shape>{args, maps, s}.run(parts, ring);
+    if (ring < ChannelScanBringer<Shape>::kRings && elect_one())
+      ChannelScanBringer<Shape>{args, maps, s}.run(parts, ring);
   } else {
     if constexpr (Shape::kTakesRegisters) take_registers<Shape::kStateRegisters>();
     const bool leader = threadIdx.x % kGroupThreads == 0;

@@ -1,0 +1,27 @@
+// What the host gives the gradients of chunk_sm90 where decays are per channel.
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/delta_rule/chunk_16bit/gradient.cuh"
+#include "cuda/sm90/tensor_map.h"
+
+namespace fastweight::cuda::chunk_sm90 {
+
+struct ChannelGradientMaps {
+  TensorMap k, q, v, d_o, dq, dk;  // token_map with boxes of 64 x 64; dq and dk unused where nobody wants them
+  TensorMap keys;                  // copies_map
+  TensorMap J;                     // lower_map
+  TensorMap S;                     // states_map
+  TensorMap G, Y;                  // rows_map
+};
+
+size_t channel_gradients_bytes();  // of shared memory in a block
+
+// One launch over all chunks and key heads of the window, but for the pairs with a strong gate: those are marked in
+// args.left, all others unmarked. For bf16 and fp16, a file each.
+template <DType kType>
+void launch_channel_gradients(const chunk_16bit::GradientArgs& args, const ChannelGradientMaps& maps, int64_t blocks,
+                              const Context& context);
+
+}  // namespace fastweight::cuda::chunk_sm90
