@@ -971,11 +971,12 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     const int role = warp - kWorkerWarps;
     if (role == 0 && elect_one()) ChannelBringer{args, maps, s}.run();
     if (role == 1) prefetch_gates(args, s, lane);
+    wait_for_previous_kernels();
   } else {
     take_registers<kChannelGradientRegisters>();
     ChannelGradientGroup<kType, kNorm>{args, maps, s, warp / 4, warp % 4, lane, thread}.run();
+    wait_for_previous_kernels();
   }
-  wait_for_previous_kernels();
 }
 
 }  // namespace
