@@ -202,12 +202,22 @@ TEST(Sm90Backward, MildDecaysPerChannelInFp16) {
   expect_as_reference(problem);
 }
 
+// States that are made again have the bits of the forward's here too.
+TEST(Sm90Backward, KeysAbove128) {
+  for (const auto& [gate, widths] : {std::pair{Gate::kPerHead, Widths{192, 136}}, {Gate::kNone, {256, 64}}}) {
+    const DeltaRuleCase problem = draw(with_lengths(with_heads(sized(gate, 0, widths), 1, 2), {67, 0, 20}), 32);
+    expect_as_reference(problem);
+    const Tensor states = support::forward(problem, context(), true).chunk_states;
+    expect_same_bits(run(problem, states), run(problem), "kept states");
+  }
+}
+
 TEST(Sm90Backward, WhatItDeclines) {
   const auto expect = [](const DeltaRuleSpec& spec, const std::string& reason) {
     expect_refused(ErrorCode::kUnsupported, reason, [&] { run(draw(spec, 10)); });
   };
   expect(wide(Gate::kPerHead, 70, DType::kF32), "16-bit type");
-  expect(sized(Gate::kPerHead, 70, {136, 128}), "up to 128");
+  expect(sized(Gate::kPerChannel, 70, {136, 128}), "up to 128");
   for (const Widths& widths : {Widths{1, 8}, {33, 64}, {64, 63}, {100, 128}, {128, 65}, {64, 129}}) {
     expect(sized(Gate::kPerHead, 70, widths), "multiples of 16 bytes");
   }

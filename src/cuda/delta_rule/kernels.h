@@ -28,8 +28,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context);
 int64_t kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k);  // of `kept`; 0: it declines them
 }  // namespace chunk_16bit
 
-// The same on Hopper's own instructions, where FASTWEIGHT_SM90 is defined: K up to 128, in a forward without decays
-// per channel 256.
+// The same on Hopper's own instructions, where FASTWEIGHT_SM90 is defined: K up to 128, without decays per channel 256.
 namespace chunk_sm90 {
 std::string declines_forward(const DeltaRuleForwardProblem& problem);
 std::string config_text(const DeltaRuleForwardProblem& problem);

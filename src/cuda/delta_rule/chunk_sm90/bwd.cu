@@ -1,7 +1,8 @@
 // The entry chunk_sm90, backward in the chunk form on Hopper: what it takes, its tensor maps and its launches. One decay per
 // head: factors as in chunk_16bit, then scan.cuh, scan_back.cuh, gradients.cuh. One per channel: factors_per_channel.cu,
 // scan_per_channel.cuh, scan_back_per_channel.cuh, gradients_per_channel.cuh. The gradients of chunk_16bit follow for what
-// the last one leaves, and take the place of either for widths that it does not take.
+// the last one leaves, and take the place of either for widths that it does not take. With K above 128
+// only the states are made here, as in the forward: the others are the kernels of chunk_16bit.
 #include <algorithm>
 #include <functional>
 #include <limits>
@@ -30,7 +31,9 @@ int columns_of(const DeltaRuleBackwardProblem& problem) {
 }
 
 // Whether gradients.cuh takes these widths.
-bool takes_gradients(const DeltaRuleSizes& sizes) { return sizes.head_dim_v <= kMostGradientColumns; }
+bool takes_gradients(const DeltaRuleSizes& sizes) {
+  return sizes.head_dim_k <= kMostK && sizes.head_dim_v <= kMostGradientColumns;
+}
 int columns_of_gradients(const DeltaRuleSizes& sizes) {
   return gradient_columns(padded_k(sizes.head_dim_k), sizes.head_dim_v);
 }
@@ -213,7 +216,9 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   const DeltaRuleInputs& in = call.in;
   const DeltaRuleSizes& sizes = problem.sizes;
   if (const std::string reason = chunk_16bit::declines_backward(problem); !reason.empty()) return reason;
-  if (const std::string reason = declines_widths(sizes, kMostK, in.q.device.index); !reason.empty()) return reason;
+  const bool per_channel = chunk_16bit::has_decay_per_channel(problem);
+  const int most_k = per_channel ? kMostK : kMostForwardK;
+  if (const std::string reason = declines_widths(sizes, most_k, in.q.device.index); !reason.empty()) return reason;
   if (!call.d_o.present()) return "d_o must be there";
   const DType dtype = in.k.dtype;
   if (!has_token_map(in.q) || !has_token_map(in.k) || !has_token_map(in.v) || !has_token_map(call.d_o) ||
@@ -222,13 +227,16 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   }
   if (!have_map(call.chunk_states)) return "strides of chunk_states must be positive";
   const auto sequences = device_sequences(in.cu_seqlens, sizes.num_sequences, sizes.tokens);
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - kChunkRows;  // places are 32-bit numbers
-  if (sizes.tokens > kMost || max_chunks(sequences, call.options.chunk_size) * sizes.num_value_heads > kMost)
-    return "too many tokens";
+  // Of boxes, tokens and chunks, places are 32-bit numbers, and so are the parts of the scan for states, of 64 columns or more.
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - kChunkRows;
+  const int64_t items = max_chunks(sequences, call.options.chunk_size) * sizes.num_value_heads;
+  const int64_t parts = sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + 63) / 64);
+  if (sizes.tokens > kMost || items > kMost || parts > kMost) return "too many tokens";
   const int K = padded_k(sizes.head_dim_k);
-  if (chunk_16bit::has_decay_per_channel(problem)) {
+  if (per_channel) {
     return lacks_shared_memory(std::max(channel_scan_bytes(K), channel_scan_back_bytes(K)), in.q.device.index);
   }
+  if (K > kMostK) return lacks_shared_memory(scan_bytes(K), in.q.device.index);
   const size_t of_gradients = takes_gradients(sizes) ? gradients_bytes(K, columns_of_gradients(sizes)) : 0;
   return lacks_shared_memory(std::max({scan_bytes(K), scan_back_bytes(K), of_gradients}), in.q.device.index);
 }
@@ -239,8 +247,8 @@ std::string config_text(const DeltaRuleBackwardProblem& problem) {
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   chunk_16bit::BackKernels kernels = chunk_16bit::back_kernels(problem, context);
-  kernels.ready_columns = 0;
-  kernels.scan_blocks = scan_blocks(problem);
+  const bool scans_back = problem.sizes.head_dim_k <= kMostK;
+  if (scans_back) kernels.ready_columns = 0;
   if (chunk_16bit::has_decay_per_channel(problem)) {
     kernels.scan_states = [&](const ChunkArgs& args) { scan_channel_states(problem, args, context); };
     kernels.scan_back = [&](const GradientArgs& args) { scan_channels_back(problem, args, context); };
@@ -252,12 +260,15 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
     }
   } else {
     kernels.scan_states = [&](const ChunkArgs& args) { scan_states(problem, args, context); };
-    kernels.scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); };
+    if (scans_back) kernels.scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); };
     if (takes_gradients(problem.sizes)) {
       kernels.gradients_on_one = gradients_on_one(columns_of_gradients(problem.sizes));
       kernels.sums_keys = false;
       kernels.gradients = [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); };
     }
+  }
+  if (scans_back && (chunk_16bit::has_decay_per_channel(problem) || takes_gradients(problem.sizes))) {
+    kernels.scan_blocks = scan_blocks(problem);
   }
   chunk_16bit::backward_in_windows(problem, kernels, context);
 }
