@@ -2,7 +2,7 @@
 //
 // Two passes over a (sequence, head), both with the state, or its gradient, in registers:
 //   - keep_states.cuh: the chain of the forward, which leaves the state before every mini-batch in scratch memory, in
-//     16 bits as its products read it;
+//     16 bits as its products read it; not where the forward has kept them;
 //   - reverse.cuh: the mini-batches in reverse.
 #pragma once
 
@@ -116,8 +116,7 @@ struct ReverseShared {
 
 // For bf16 and fp16, a file each.
 template <DType kType>
-void launch_keep_states(const ChainConfig& config, const ChunkArgs& args, const KeptTiles& kept,
-                        const Context& context);
+void launch_keep_states(const ChainConfig& config, const ChunkArgs& args, const Context& context);
 template <DType kType>
 void launch_reverse(const ReverseConfig& config, const ReverseArgs& args, const Context& context);
 

@@ -3,7 +3,7 @@
 
 namespace fastweight::cuda::ttt {
 
-template void launch_keep_states<DType::kBF16>(const ChainConfig& config, const ChunkArgs& args, const KeptTiles& kept,
+template void launch_keep_states<DType::kBF16>(const ChainConfig& config, const ChunkArgs& args,
                                                const Context& context);
 template void launch_reverse<DType::kBF16>(const ReverseConfig& config, const ReverseArgs& args,
                                            const Context& context);

@@ -3,8 +3,7 @@
 
 namespace fastweight::cuda::ttt {
 
-template void launch_keep_states<DType::kF16>(const ChainConfig& config, const ChunkArgs& args, const KeptTiles& kept,
-                                              const Context& context);
+template void launch_keep_states<DType::kF16>(const ChainConfig& config, const ChunkArgs& args, const Context& context);
 template void launch_reverse<DType::kF16>(const ReverseConfig& config, const ReverseArgs& args, const Context& context);
 
 }  // namespace fastweight::cuda::ttt

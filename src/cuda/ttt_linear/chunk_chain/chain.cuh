@@ -25,6 +25,12 @@ struct ChainShared {
   WarpExchange<kD> exchange[2][kD / kWarpColumns];  // of mini-batches of even and odd number
 };
 
+// The caller's states, if there are any.
+template <class Problem>
+KeptTiles kept_tiles(const Problem& problem) {
+  return {static_cast<int32_t*>(problem.args.kept.data), chain_config(problem.sizes.head_dim).padded_dim};
+}
+
 // For bf16 and fp16, a file each.
 template <DType kType>
 void launch_chain(const ChainConfig& config, const ChunkArgs& args, const Context& context);

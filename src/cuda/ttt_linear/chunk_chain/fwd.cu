@@ -18,6 +18,13 @@ ChainConfig chain_config(int64_t head_dim) {
   return config;
 }
 
+int64_t kept_words(Device device, const TttLinearOptions& options, DType dtype, int64_t head_dim) {
+  const ChainConfig config = chain_config(head_dim);
+  const bool takes = (dtype == DType::kBF16 || dtype == DType::kF16) && options.mini_batch == kTileRows &&
+                     lacks_shared_memory(config.shared_bytes, device.index).empty();
+  return takes ? KeptTiles::words(config.padded_dim) : 0;
+}
+
 std::string declines_chunk_chain(const TttLinearForwardProblem& problem) {
   if (const std::string reason = beyond_all_kernels(problem); !reason.empty()) return reason;
   const TensorView& q = problem.args.in.q;
@@ -33,7 +40,8 @@ std::string chunk_chain_config(const TttLinearForwardProblem& problem) {
 
 void chunk_chain_forward(const TttLinearForwardProblem& problem, const Context& context) {
   const ChainConfig config = chain_config(problem.sizes.head_dim);
-  const ChunkArgs args = chunk_args(problem);
+  ChunkArgs args = chunk_args(problem);
+  args.kept = kept_tiles(problem);
   if (args.problem.q.dtype == DType::kBF16) {
     launch_chain<DType::kBF16>(config, args, context);
   } else {

@@ -5,7 +5,7 @@
 //                   n_m, also to the partner, h_{m+1}, c_{m+1}
 //     partner m:    copies of mini-batch m + kStages - 2 begin, w (b - v + k) of m for the chain,
 //                   y_{m-2} = scale q h + c - eta (P n) and its statistics, q h + c and P of m - 1   | C |
-//                   o_{m-2}, mini-batch m + 1 has arrived   | A |
+//                   o_{m-2}, the state of m - 1 to memory if it is to be kept, mini-batch m + 1 has arrived   | A |
 //
 // At A the chain and the partners wait for each other; B is the chain's barrier, C the partners'. Between A of m - 1
 // and A of m, the chain writes n_{m-1} and h_m, c_m and reads k_{m-1}, k_m, eta_{m-1} and the residuals of m - 1; the
@@ -241,6 +241,22 @@ __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceS
 
 // ---- The partners ---------------------------------------------------------------------------------------------------
 
+// What the chain left of the state before a mini-batch, the part of the warp's columns, to memory.
+template <int kD>
+__device__ __forceinline__ void keep_state(const WarpExchange<kD>* chain, const Lane& at, int64_t number,
+                                           const KeptTiles& kept) {
+  auto* h = reinterpret_cast<uint32_t*>(kept.h(number) + KeptTiles::offset(kD, at.warp, 0)) + at.lane;
+#pragma unroll
+  for (int m = 0; m < kD / 16; ++m) {
+    const uint4 b = chain->h[m][at.lane];
+    h[128 * m] = b.x;
+    h[128 * m + 32] = b.y;
+    h[128 * m + 64] = b.z;
+    h[128 * m + 96] = b.w;
+  }
+  if (at.g == 0) *reinterpret_cast<float4*>(kept.c(number) + at.column) = chain->c[at.t];
+}
+
 // The stages of a partner, in the same way.
 template <DType kType, int kD, bool kFull>
 struct PartnerWarp {
@@ -276,8 +292,8 @@ struct PartnerWarp {
 };
 
 template <DType kType, int kD, bool kFull>
-__device__ __forceinline__ void run_partner(const ChunkArgs& args, const SequenceSpan& span, int head, const Lane& at,
-                                            int threads, ChainShared<kD>& shared) {
+__device__ __forceinline__ void run_partner(const ChunkArgs& args, const SequenceSpan& span, int64_t sequence, int head,
+                                            const Lane& at, int threads, ChainShared<kD>& shared) {
   constexpr int kStages = ChainShared<kD>::kStages;
   const DeviceProblem& p = args.problem;
   const Signals signals{threads};
@@ -292,6 +308,7 @@ __device__ __forceinline__ void run_partner(const ChunkArgs& args, const Sequenc
   const PartnerWarp<kType, kD, kFull> warp{columns, at};
   char* o = first_output(args.o, span, head, at);
   const int64_t o_step = byte_offset(args.o.dtype, kTileRows * args.o.strides[1]);
+  int64_t number = first_mini_batch(p.sequences, span, sequence, kTileRows) * p.num_heads + head;
   wait_copies<kStages - 3>();
   int turn = 0;
   signals.wait_for_chain(turn++);  // mini-batch 0 has arrived
@@ -342,6 +359,10 @@ __device__ __forceinline__ void run_partner(const ChunkArgs& args, const Sequenc
       store_outputs<kType, kTileRows>(args.o, o, count, norms, columns, at, y);
       o += o_step;
     }
+    if (args.kept.present() && left < span.length && left > -kTileRows) {
+      keep_state(chain_before, at, number, args.kept);
+      number += p.num_heads;
+    }
     free = before;
     before = stage;
     stage = next_stage<kD>(stage);
@@ -369,7 +390,7 @@ __global__ void __launch_bounds__(4 * kD, kBlocks<kD>)
     const SequenceSpan span = sequence_at(args.problem.sequences, sequence);
     __syncthreads();  // the head before has been read
     if (partner) {
-      run_partner<kType, kD, kFull>(args, span, head, at, threads, shared);
+      run_partner<kType, kD, kFull>(args, span, sequence, head, at, threads, shared);
     } else {
       run_chain<kType, kD, kFull>(args, span, sequence, head, at, threads, shared);
     }

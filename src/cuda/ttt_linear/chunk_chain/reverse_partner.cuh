@@ -78,7 +78,7 @@ class ReverseLoader {
       gather_tile<kTileRows, kD>(tile, x, offset, rows, 0, D, thread_, threads_);
       return;
     }
-    const auto* data = x.present() ? static_cast<const uint16_t*>(x.data) + offset : args_.kept.h;
+    const auto* data = x.present() ? static_cast<const uint16_t*>(x.data) + offset : args_.kept.h(0);
 #pragma unroll 1
     for (int i = thread_; i < kTileRows * kSegments; i += threads_) {
       const int row = i / kSegments, segment = i % kSegments;
@@ -89,11 +89,11 @@ class ReverseLoader {
 
   // h of the columns that exist, and c.
   __device__ __forceinline__ void copy_state(ReverseStage<kD>& stage) const {
-    const char* h = reinterpret_cast<const char*>(args_.kept.h + number_ * kD * kD) + 16 * thread_;
+    const char* h = reinterpret_cast<const char*>(args_.kept.h(number_)) + 16 * thread_;
     const uint32_t to = shared_address(stage.h) + 16 * static_cast<uint32_t>(thread_);
 #pragma unroll
     for (int i = 0; i < kD / 16; ++i) copy_async(to + 16 * i * threads_, h + 16 * i * threads_, true);
-    const char* c = reinterpret_cast<const char*>(args_.kept.c + number_ * kD) + 16 * thread_;
+    const char* c = reinterpret_cast<const char*>(args_.kept.c(number_)) + 16 * thread_;
     if (thread_ < threads_ / 8) copy_async(shared_address(stage.c) + 16 * thread_, c, true);
   }
 
