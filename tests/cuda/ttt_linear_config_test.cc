@@ -16,10 +16,10 @@ TEST(CudaTttLinearConfig, Chain) {
   EXPECT_EQ(chain_config(65).text(), "D < 128, 320 threads, 143872 bytes of shared memory");
 }
 
-// One group of partners on sm_80, which has less shared memory.
+// Four groups of one warp for D = 64; one group on sm_80, which has less shared memory.
 TEST(CudaTttLinearConfig, ChainInReverse) {
   constexpr size_t kSm90 = 227 * 1024, kSm80 = 163 * 1024;
-  EXPECT_EQ(reverse_config(64, kSm90).text(), "D = 64, 2 groups, 384 threads, 227840 bytes of shared memory");
+  EXPECT_EQ(reverse_config(64, kSm90).text(), "D = 64, 4 groups, 256 threads, 206080 bytes of shared memory");
   EXPECT_EQ(reverse_config(20, kSm90).text(), "D < 64, 2 groups, 192 threads, 227840 bytes of shared memory");
   EXPECT_EQ(reverse_config(64, kSm80).text(), "D = 64, 1 group, 256 threads, 115072 bytes of shared memory");
   EXPECT_EQ(reverse_config(128, kSm90).text(), "D = 128, 1 group, 512 threads, 185088 bytes of shared memory");

@@ -88,6 +88,12 @@ ReverseConfig reverse_config(int64_t head_dim, size_t shared_limit) {
   ReverseConfig config;
   config.padded_dim = chain_config(head_dim).padded_dim;
   config.full = head_dim == config.padded_dim;
+  if (head_dim == kSoloDim && sizeof(SoloShared) <= shared_limit) {
+    config.groups = kSolos;
+    config.threads = 2 * kSoloDim + kSolos * kWarpSize;
+    config.shared_bytes = sizeof(SoloShared);
+    return config;
+  }
   config.groups = config.padded_dim == 64 && sizeof(ReverseShared<64, kMostGroups>) <= shared_limit ? kMostGroups : 1;
   config.shared_bytes = config.padded_dim > 64         ? sizeof(ReverseShared<128, 1>)
                         : config.groups == kMostGroups ? sizeof(ReverseShared<64, kMostGroups>)

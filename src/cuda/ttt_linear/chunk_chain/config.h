@@ -23,10 +23,10 @@ ChainConfig chain_config(int64_t head_dim);
 
 // Of the backward.
 struct ReverseConfig {
-  int padded_dim = 0;       // of the kernel: 64 or 128
-  bool full = false;        // D is the kernel's
-  int groups = 0;           // of partners: two, or one where shared memory is short
-  int threads = 0;          // of a block: for every 16 columns a warp of the chain and one of each group
+  int padded_dim = 0;  // of the kernel: 64 or 128
+  bool full = false;   // D is the kernel's
+  int groups = 0;      // of partners: four of a warp each for D = 64, else two, or one where shared memory is short
+  int threads = 0;     // of a block: for every 16 columns a warp of the chain and one of a group, unless it has one
   size_t shared_bytes = 0;  // of a block
 
   std::string text() const {

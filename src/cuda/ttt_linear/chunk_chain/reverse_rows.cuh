@@ -58,15 +58,21 @@ struct ReverseOrder {
 
 // The fragment of 16 tokens and the warp's columns; number 2 m + half has the tokens of `half` and columns 2m, 2m + 1 of
 // each lane. And transposed: the left operand of x^T k, which is also the right one of P x.
-template <DType kType, bool kFull>
-__device__ __forceinline__ uint4 pack_rows(const float (&x)[2][4], float factor, const Columns<kFull>& columns) {
+template <DType kType>
+__device__ __forceinline__ uint4 pack_rows(const float (&x)[2][4], float factor) {
   uint32_t a[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float* pair = &x[i % 2][i / 2 * 2];
-    a[i] = columns.masked_pair(i / 2, pack<kType>(factor * pair[0], factor * pair[1]));
+    a[i] = pack<kType>(factor * pair[0], factor * pair[1]);
   }
   return make_uint4(a[0], a[1], a[2], a[3]);
+}
+template <DType kType, bool kFull>
+__device__ __forceinline__ uint4 pack_rows(const float (&x)[2][4], float factor, const Columns<kFull>& columns) {
+  const uint4 a = pack_rows<kType>(x, factor);
+  return make_uint4(columns.masked_pair(0, a.x), columns.masked_pair(0, a.y), columns.masked_pair(1, a.z),
+                    columns.masked_pair(1, a.w));
 }
 __device__ __forceinline__ void transpose_rows(const uint4& a, uint32_t (&transposed)[4]) {
   transposed[0] = transpose_8x8(a.x);
@@ -87,6 +93,26 @@ __device__ __forceinline__ float unit_of(const float (&x)[kCount]) {
     most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, distance));
   }
   return fmaxf(__uint_as_float(__float_as_uint(most) & 0x7f800000u), 0x1p-100f);
+}
+
+// Element i of the C tiles of a matrix [16 x 16], or 0 above its diagonal.
+__device__ __forceinline__ float lower(const Lane& at, int i, float value) {
+  return 8 * (i / 4) + 2 * at.t + i % 2 <= at.row(0, i / 2 % 2) ? value : 0.0f;
+}
+
+// (diag(eta) X)^T of a matrix [16 x 16] in C tiles as an A fragment, in units that are returned.
+template <DType kType>
+__device__ __forceinline__ float transpose_weighted(const float (&X)[2][4], const float (&eta)[2], uint32_t (&a)[4]) {
+  float weighted[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) weighted[i] = eta[i / 2 % 2] * X[i / 4][i % 4];
+  const float unit = unit_of<kType>(weighted), inverse = 1.0f / unit;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int from = i % 2 * 4 + i / 2 * 2;  // tokens of rows and columns change places
+    a[i] = transpose_8x8(pack<kType>(inverse * weighted[from], inverse * weighted[from + 1]));
+  }
+  return unit;
 }
 
 // c += rows of `a` times a state, or its gradient, along the columns of warp w: the 16 keys [16 m, 16 m + 16).
