@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/ttt_linear/chunk.cuh"
+#include "cuda/ttt_linear/chunk_chain/chain.cuh"
 #include "cuda/ttt_linear/chunk_chain/config.h"
 #include "cuda/ttt_linear/kept_states.h"
 
@@ -125,8 +126,6 @@ struct ReverseShared {
 };
 
 // ---- Partners with a mini-batch each, reverse_solo.cuh --------------------------------------------------------------
-
-inline constexpr int kSoloDim = 64, kSolos = 4;
 
 // What the chain and a partner hand to each other, in the same order. What a warp of the chain is done with makes room for
 // what it writes: dh comes over its columns of x and u, dz over dyo.

@@ -1,6 +1,8 @@
 // The forward's chain (kernel.cuh) with partners that make no outputs: they keep the states.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/ttt_linear/chunk_chain/backward.cuh"
 #include "cuda/ttt_linear/chunk_chain/kernel.cuh"
 

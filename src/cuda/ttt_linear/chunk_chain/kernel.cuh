@@ -13,8 +13,6 @@
 // for what one side hands to the other, and the stage of m - 2 is free.
 #pragma once
 
-#include <algorithm>
-
 #include "cuda/common/launch.h"
 #include "cuda/common/warp_roles.cuh"
 #include "cuda/ttt_linear/chunk_chain/chain.cuh"
@@ -81,14 +79,14 @@ struct ChainWarp {
   const DeviceProblem& p;
   const Columns<kFull>& columns;
   const Lane& at;
-  ChainShared<kD>& shared;
+  Sums<kD, kTileRows>& sums;
 
   static constexpr int kSteps = kD / 16;
   static constexpr bool kEarly = kD == 64;  // registers for the operands long before their use
 
   // Where the fragments of k of a stage are.
-  __device__ __forceinline__ uint32_t load_keys(int stage, KeyFragments<kD>& k_rows) const {
-    const uint32_t k = first_fragment(shared.stages[stage].k(), 0, at.lane);
+  __device__ __forceinline__ uint32_t load_keys(Stage<kD, kTileRows>& stage, KeyFragments<kD>& k_rows) const {
+    const uint32_t k = first_fragment(stage.k(), 0, at.lane);
     if constexpr (kEarly) {
 #pragma unroll
       for (int m = 0; m < kSteps; ++m) ldmatrix(fragment(k, m), k_rows[m]);
@@ -132,7 +130,7 @@ struct ChainWarp {
     float2 own[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float2 norm = get_norm<kFull>(shared.sums.inner[at.row(0, half)], p);
+      const float2 norm = get_norm<kFull>(sums.inner[at.row(0, half)], p);
       const float4 four = partner->residuals[half][at.lane];
       const float residual[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
@@ -140,7 +138,7 @@ struct ChainWarp {
       own[half] = inner_sums(norm, columns, residual, x[half], y[half]);
       r[half] = norm.y;
     }
-    put_sums<kD, kTileRows>(own, 0, at, shared.sums.gradient, [](int, float2 sum) { return sum; });
+    put_sums<kD, kTileRows>(own, 0, at, sums.gradient, [](int, float2 sum) { return sum; });
   }
 
   // n = r (y - mean(y) - x mean(x y)), transposed in 16 bits, and its sum over the rows of the lane. k_columns are
@@ -150,7 +148,7 @@ struct ChainWarp {
                                                  uint32_t (&n_operand)[4], float (&total)[4]) const {
     float2 means[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) means[half] = get_means(shared.sums.gradient[at.row(0, half)], p);
+    for (int half = 0; half < 2; ++half) means[half] = get_means(sums.gradient[at.row(0, half)], p);
     if constexpr (kEarly) {
 #pragma unroll
       for (int m = 0; m < kSteps; ++m) ldmatrix_transposed(fragment(k, m), k_columns[m]);
@@ -194,14 +192,14 @@ __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceS
                                           const Lane& at, int threads, ChainShared<kD>& shared) {
   const Signals signals{threads};
   const Columns<kFull> columns(args.problem, head, at);
-  const ChainWarp<kType, kD, kFull> warp{args.problem, columns, at, shared};
+  const ChainWarp<kType, kD, kFull> warp{args.problem, columns, at, shared.sums};
   State<kD> state;
   state.load(args, sequence, head, at);
   int stage = 0;
   WarpExchange<kD>*partner = &shared.exchange[0][at.warp], *next_partner = &shared.exchange[1][at.warp];
   KeyFragments<kD> k_rows, k_columns;
   uint32_t k = 0;  // where the fragments of the stage are
-  const auto load_keys = [&] { k = warp.load_keys(stage, k_rows); };
+  const auto load_keys = [&] { k = warp.load_keys(shared.stages[stage], k_rows); };
   LaneRows<kTileRows> kh[2];
   const auto read_state = [&] { warp.read_state(state, k, k_rows, partner, kh); };
 
@@ -398,19 +396,4 @@ __global__ void __launch_bounds__(4 * kD, kBlocks<kD>)
 }
 
 }  // namespace
-
-template <DType kType>
-void launch_chain(const ChainConfig& config, const ChunkArgs& args, const Context& context) {
-  const int64_t heads = args.problem.sequences.count * args.problem.num_heads;
-  const LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(heads, 1 << 30)),
-                          static_cast<unsigned>(config.threads), config.shared_bytes};
-  with_padded_dim(config.padded_dim, [&]<int kD>() {
-    if (config.full) {
-      launch<chain_kernel<kType, kD, true>>("ttt_linear chunk_chain", context, shape, args, heads);
-    } else {
-      launch<chain_kernel<kType, kD, false>>("ttt_linear chunk_chain", context, shape, args, heads);
-    }
-  });
-}
-
 }  // namespace fastweight::cuda::ttt

@@ -92,10 +92,7 @@ __global__ void __launch_bounds__(2 * kSoloDim + kSolos * kWarpSize, 1)
     const int head = static_cast<int>(item - sequence * p.num_heads);
     const SequenceSpan span = sequence_at(p.sequences, sequence);
     __syncthreads();  // the head before has been read
-    for (int i = static_cast<int>(threadIdx.x); i < kSoloDim; i += static_cast<int>(blockDim.x)) {
-      shared.w[i] = load_float(p.w.data, p.w.dtype, head * p.w.strides[0] + i * p.w.strides[1]);
-      shared.b[i] = load_float(p.b.data, p.b.dtype, head * p.b.strides[0] + i * p.b.strides[1]);
-    }
+    load_norm(p, head, shared.w, shared.b);
     __syncthreads();
     if (warp < kWarps) {
       run_reverse_chain<kType, kSoloDim, true>(args, span, sequence, head, Lane(kSoloDim, warp), kThreads,

@@ -3,6 +3,8 @@
 
 #include "cuda/common/warp_roles.cuh"
 #include "cuda/ttt_linear/chunk_chain/backward.cuh"
+#include "cuda/ttt_linear/chunk_chain/solo_rows.cuh"
+#include "cuda/ttt_linear/chunk_chain/turn_signal.cuh"
 #include "cuda/ttt_linear/chunk_rows.cuh"
 
 namespace fastweight::cuda::ttt {
@@ -10,22 +12,8 @@ namespace {
 
 // What the warps tell each other (warp_roles.cuh), by the number of the mini-batch in the order of the chain. A group
 // prepares t + 2 before it knows that t is done, so the signals of its mini-batches alternate.
-constexpr int kTurns = 2 * kMostGroups;
+static_assert(kTurns == 2 * kMostGroups);
 enum { kPrepared = 1, kDone = kPrepared + kTurns, kRowSums = kDone + kTurns, kGroupRows };
-
-template <int kFirst>
-struct TurnSignal {
-  int threads;
-
-  __device__ __forceinline__ void arrive(int turn) const {
-    const int i = turn % kTurns;
-    i < 2 ? AlternatingSignal<kFirst>{threads}.arrive(i) : AlternatingSignal<kFirst + 2>{threads}.arrive(i);
-  }
-  __device__ __forceinline__ void wait(int turn) const {
-    const int i = turn % kTurns;
-    i < 2 ? AlternatingSignal<kFirst>{threads}.wait(i) : AlternatingSignal<kFirst + 2>{threads}.wait(i);
-  }
-};
 
 struct ReverseSignals {
   int threads;  // of the chain, and of a group
@@ -148,27 +136,6 @@ __device__ __forceinline__ void store_keys(const DeviceTensor& x, int64_t offset
     if (row >= count || column >= D) continue;
     store_float(x.data, x.dtype, offset + row * x.strides[1] + column * x.strides[3], values[i / 4][i % 4]);
   }
-}
-
-__device__ __forceinline__ void load_four(const float4& from, float (&values)[4]) {
-  values[0] = from.x;
-  values[1] = from.y;
-  values[2] = from.z;
-  values[3] = from.w;
-}
-__device__ __forceinline__ float4 four_of(const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); }
-
-// Sums over the four lanes of a row of numbers of tokens g and g + 8; the lane gets those of the half that is returned.
-template <int kCount>
-__device__ __forceinline__ int sum_over_quad(const float (&own)[2][kCount], const Lane& at, float (&total)[kCount]) {
-  const int half = at.t % 2;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    total[i] = half == 0 ? own[0][i] : own[1][i];
-    total[i] += __shfl_xor_sync(kAllLanes, half == 0 ? own[1][i] : own[0][i], 1);
-    total[i] += __shfl_xor_sync(kAllLanes, total[i], 2);
-  }
-  return half;
 }
 
 // Sums over the rows of a warp's columns to one row of shared memory, in fp64.

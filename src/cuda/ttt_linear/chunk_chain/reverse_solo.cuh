@@ -4,6 +4,7 @@
 
 #include "cuda/common/tile_rows.cuh"
 #include "cuda/ttt_linear/chunk_chain/reverse_rows.cuh"
+#include "cuda/ttt_linear/chunk_chain/solo_rows.cuh"
 #include "cuda/ttt_linear/kept_states.h"
 
 namespace fastweight::cuda::ttt {
@@ -128,25 +129,6 @@ struct SoloOffsets {
   }
 };
 
-constexpr int kSoloTiles = kSoloDim / kWarpColumns;  // of 16 columns, in the order of LaneRows
-
-// What a lane has of a matrix [16 tokens x 64]; column 4t + e of tile w of tokens g and g + 8.
-using SoloRows = float[kSoloTiles][2][4];
-__device__ __forceinline__ float& element(SoloRows& x, int w, int half, int e) { return x[w][e / 2][2 * half + e % 2]; }
-
-// Sums over the columns of rows g and g + 8 of numbers that the lane has in parts.
-template <int kCount>
-__device__ __forceinline__ void sum_over_columns(const Lane& at, float (&sums)[2][kCount]) {
-  float total[kCount];
-  const int half = sum_over_quad(sums, at, total);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float other = __shfl_xor_sync(kAllLanes, total[i], 1);
-    sums[0][i] = half == 0 ? total[i] : other;
-    sums[1][i] = half == 0 ? other : total[i];
-  }
-}
-
 // Rows of a result to memory; values[m] has the 16 keys of tile m as in store_keys.
 template <DType kType>
 __device__ __forceinline__ void store_rows(const DeviceTensor& x, int64_t offset, int count, const Lane& at,
@@ -190,9 +172,6 @@ struct SoloPartner {
   using Stage = ReverseStage<kSoloDim>;
   static constexpr float kMean = 1.0f / kSoloDim;
 
-  __device__ __forceinline__ void four_at(const float* x, int tile, float (&values)[4]) const {
-    load_four(*reinterpret_cast<const float4*>(&x[kWarpColumns * tile + 4 * at.t]), values);
-  }
   __device__ __forceinline__ void four_at(const SharedTile<kSoloDim>& rows, int tile, int half,
                                           float (&values)[4]) const {
     load_four<kType>(rows, at.row(0, half), kWarpColumns * tile + 4 * at.t, values);
@@ -224,7 +203,7 @@ struct SoloPartner {
         mma<kType>(y[tile][1], q_rows[m], h[2], h[3]);
       }
       float c[4];
-      four_at(stage.c, tile, c);
+      four_of_tile(stage.c, tile, at, c);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         element(z, tile, i / 4, i % 4) += c[i % 4];
@@ -235,30 +214,10 @@ struct SoloPartner {
     for (int i = 0; i < 8; ++i) P[i / 4][i % 4] = lower(at, i, fmaf(p.scale, P[i / 4][i % 4], 1.0f));
   }
 
-  // What the lane has of both rows, less the rows' means.
-  __device__ __forceinline__ void subtract_means(const float (&sums)[2], SoloRows& x) const {
-#pragma unroll
-    for (int i = 0; i < 8 * kSoloTiles; ++i) {
-      float& value = element(x, i / 8, i / 4 % 2, i % 4);
-      value = fmaf(-kMean, sums[i / 4 % 2], value);
-    }
-  }
-
   // z becomes x = LN(z); r of both rows.
   __device__ __forceinline__ void normalize(SoloRows& z, float (&r)[2]) const {
-    float sums[2][1] = {}, squares[2][1] = {};
-#pragma unroll
-    for (int i = 0; i < 8 * kSoloTiles; ++i) sums[i / 4 % 2][0] += element(z, i / 8, i / 4 % 2, i % 4);
-    sum_over_columns(at, sums);
-    subtract_means({sums[0][0], sums[1][0]}, z);
-#pragma unroll
-    for (int i = 0; i < 8 * kSoloTiles; ++i) {
-      const float d = element(z, i / 8, i / 4 % 2, i % 4);
-      squares[i / 4 % 2][0] = fmaf(d, d, squares[i / 4 % 2][0]);
-    }
-    sum_over_columns(at, squares);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) r[half] = rsqrt_approx(fmaf(squares[half][0], kMean, p.eps));
+    float means[2];
+    center(at, p.eps, z, means, r);
 #pragma unroll
     for (int i = 0; i < 8 * kSoloTiles; ++i) element(z, i / 8, i / 4 % 2, i % 4) *= r[i / 4 % 2];
   }
@@ -269,8 +228,8 @@ struct SoloPartner {
 #pragma unroll
     for (int tile = 0; tile < kSoloTiles; ++tile) {
       float weight[4], bias[4];
-      four_at(w, tile, weight);
-      four_at(b, tile, bias);
+      four_of_tile(w, tile, at, weight);
+      four_of_tile(b, tile, at, bias);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float k[4], v[4], x_row[4], u_row[4];
@@ -348,7 +307,7 @@ struct SoloPartner {
 #pragma unroll
     for (int tile = 0; tile < kSoloTiles; ++tile) {
       float weight[4];
-      four_at(w, tile, weight);
+      four_of_tile(w, tile, at, weight);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float row[4];
@@ -366,7 +325,7 @@ struct SoloPartner {
 #pragma unroll
     for (int tile = 0; tile < kSoloTiles; ++tile) {
       float weight[4];
-      four_at(w, tile, weight);
+      four_of_tile(w, tile, at, weight);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int half = i / 4, e = i % 4;
@@ -386,7 +345,7 @@ struct SoloPartner {
 #pragma unroll
     for (int tile = 0; tile < kSoloTiles; ++tile) {
       float weight[4], rows[2][4];
-      four_at(w, tile, weight);
+      four_of_tile(w, tile, at, weight);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int half = i / 4, e = i % 4;
