@@ -168,7 +168,7 @@ struct SoloChainPartner {
           const float d = element(distances, tile, half, e);
           values[e] = (means[half] + d) + fmaf(weight[e], d * r[half], bias[e]);
         }
-        store(tile, at.row(0, half), values);
+        store(tile, half, values);
       }
     }
   }
@@ -181,12 +181,15 @@ struct SoloChainPartner {
     center(at, p.eps, y, means, r);
     const DeviceTensor& to = args.o;
     if (to.dtype == kType && to.aligned_vec4) {
-      store_rows(means, r, y, [&](int tile, int row, const float(&values)[4]) {
-        constexpr int64_t kTile = 2 * kWarpColumns;  // bytes
-        if (row < count) store_vec4<kType>(o + byte_offset(kType, row * to.strides[1]) + tile * kTile, values);
+      char* rows[2] = {o + byte_offset(kType, at.row(0, 0) * to.strides[1]),
+                       o + byte_offset(kType, at.row(0, 1) * to.strides[1])};
+      store_rows(means, r, y, [&](int tile, int i, const float(&values)[4]) {
+        const uint2 words = make_uint2(pack<kType>(values[0], values[1]), pack<kType>(values[2], values[3]));
+        if (at.row(0, i) < count) *reinterpret_cast<uint2*>(rows[i] + 2 * kWarpColumns * tile) = words;
       });
     } else {
-      store_rows(means, r, y, [&](int tile, int row, const float(&values)[4]) {
+      store_rows(means, r, y, [&](int tile, int i, const float(&values)[4]) {
+        const int row = at.row(0, i);
         const int64_t offset = row * to.strides[1] + kWarpColumns * tile * to.strides[3];
         scatter_vec4(o, to.dtype, offset, to.strides[3], row < count ? 4 : 0, values);
       });
@@ -210,7 +213,6 @@ __device__ __forceinline__ void run_solo_chain_partner(const ChunkArgs& args, co
   SoloChainPartner<kType> partner{args, p, at, shared.w, shared.b};
   constexpr int kStep = kSolos * kTileRows;
   char* o = first_output(args.o, own, head, at);
-  const int64_t o_step = byte_offset(args.o.dtype, kStep * args.o.strides[1]);
   int64_t number = (first_mini_batch(p.sequences, span, sequence, kTileRows) + turn) * p.num_heads + head;
   loader.next(left, stages[0]);
   commit_copies();
@@ -227,7 +229,7 @@ __device__ __forceinline__ void run_solo_chain_partner(const ChunkArgs& args, co
     signals.done.wait(turn);
     partner.make_outputs(stages[slot], exchange, number, static_cast<int>(min(left, int64_t{kTileRows})), o);
     number += int64_t{kSolos} * p.num_heads;
-    o += o_step;
+    o += byte_offset(args.o.dtype, opaque(kStep) * args.o.strides[1]);  // computed here, not kept
     slot = 1 - slot;
   }
   if (left > -kTileRows) signals.ready.arrive(turn);  // the chain asks for one more than there are
