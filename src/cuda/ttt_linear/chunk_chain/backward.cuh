@@ -167,5 +167,8 @@ template <DType kType>
 void launch_keep_states(const ChainConfig& config, const ChunkArgs& args, const Context& context);
 template <DType kType>
 void launch_reverse(const ReverseConfig& config, const ReverseArgs& args, const Context& context);
+// .. for D above 64.
+template <DType kType>
+void launch_wide_reverse(const ReverseConfig& config, const ReverseArgs& args, const Context& context);
 
 }  // namespace fastweight::cuda::ttt

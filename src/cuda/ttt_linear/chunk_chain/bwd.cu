@@ -67,10 +67,18 @@ void launch_keep_states(const TttLinearBackwardProblem& problem, const KeptTiles
 }
 
 void launch_reverse(const TttLinearBackwardProblem& problem, const ReverseArgs& args, const Context& context) {
+  const ReverseConfig config = config_of(problem);
+  const auto launch_for = [&]<DType kType>() {
+    if (config.padded_dim > 64) {
+      launch_wide_reverse<kType>(config, args, context);
+    } else {
+      launch_reverse<kType>(config, args, context);
+    }
+  };
   if (problem.args.in.q.dtype == DType::kBF16) {
-    launch_reverse<DType::kBF16>(config_of(problem), args, context);
+    launch_for.template operator()<DType::kBF16>();
   } else {
-    launch_reverse<DType::kF16>(config_of(problem), args, context);
+    launch_for.template operator()<DType::kF16>();
   }
 }
 

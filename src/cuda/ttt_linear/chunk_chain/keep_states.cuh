@@ -79,7 +79,9 @@ void launch_keep_states(const ChainConfig& config, const ChunkArgs& args, const 
   const LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(heads, 1 << 30)),
                           static_cast<unsigned>(config.threads), config.shared_bytes};
   constexpr const char* kName = "ttt_linear chunk_chain states";
-  if (config.padded_dim > 64) {
+  if (config.padded_dim > 64 && config.full) {
+    launch<keep_states_kernel<kType, 128, true>>(kName, context, shape, args, heads);
+  } else if (config.padded_dim > 64) {
     launch<keep_states_kernel<kType, 128, false>>(kName, context, shape, args, heads);
   } else if (config.full) {
     launch<keep_states_kernel<kType, 64, true>>(kName, context, shape, args, heads);

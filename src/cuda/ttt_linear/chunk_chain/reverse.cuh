@@ -36,6 +36,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "cuda/common/launch.h"
 #include "cuda/ttt_linear/chunk_chain/reverse_chain.cuh"
@@ -105,22 +106,36 @@ __global__ void __launch_bounds__(2 * kSoloDim + kSolos * kWarpSize, 1)
   }
 }
 
+constexpr const char* kReverseName = "ttt_linear chunk_chain backward";
+
+inline std::pair<LaunchShape, int64_t> reverse_shape(const ReverseConfig& config, const ReverseArgs& args) {
+  const int64_t heads = args.chain.problem.sequences.count * args.chain.problem.num_heads;
+  return {LaunchShape{static_cast<unsigned>(std::min<int64_t>(heads, 1 << 30)), static_cast<unsigned>(config.threads),
+                      config.shared_bytes},
+          heads};
+}
+
 }  // namespace
 
 template <DType kType>
 void launch_reverse(const ReverseConfig& config, const ReverseArgs& args, const Context& context) {
-  const int64_t heads = args.chain.problem.sequences.count * args.chain.problem.num_heads;
-  const LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(heads, 1 << 30)),
-                          static_cast<unsigned>(config.threads), config.shared_bytes};
-  constexpr const char* kName = "ttt_linear chunk_chain backward";
-  if (config.padded_dim > 64) {
-    launch<reverse_kernel<kType, 128, 1, false>>(kName, context, shape, args, heads);
-  } else if (config.groups == kSolos) {
-    launch<reverse_solo_kernel<kType>>(kName, context, shape, args, heads);
+  const auto [shape, heads] = reverse_shape(config, args);
+  if (config.groups == kSolos) {
+    launch<reverse_solo_kernel<kType>>(kReverseName, context, shape, args, heads);
   } else if (config.groups < kMostGroups) {
-    launch<reverse_kernel<kType, 64, 1, false>>(kName, context, shape, args, heads);
+    launch<reverse_kernel<kType, 64, 1, false>>(kReverseName, context, shape, args, heads);
   } else {
-    launch<reverse_kernel<kType, 64, kMostGroups, false>>(kName, context, shape, args, heads);
+    launch<reverse_kernel<kType, 64, kMostGroups, false>>(kReverseName, context, shape, args, heads);
+  }
+}
+
+template <DType kType>
+void launch_wide_reverse(const ReverseConfig& config, const ReverseArgs& args, const Context& context) {
+  const auto [shape, heads] = reverse_shape(config, args);
+  if (config.full) {
+    launch<reverse_kernel<kType, 128, 1, true>>(kReverseName, context, shape, args, heads);
+  } else {
+    launch<reverse_kernel<kType, 128, 1, false>>(kReverseName, context, shape, args, heads);
   }
 }
 

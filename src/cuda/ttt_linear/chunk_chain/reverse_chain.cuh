@@ -180,12 +180,16 @@ struct ReverseChain {
     read_gradient(dh, stage, exchange, F);
     if constexpr (!Exchange::kGradientOverRows) load_rows(exchange, rows);
     put_row_sums(F, eta, exchange, rows);
-    const uint4 dyo = exchange.dyo(at.warp, at.lane);
+    uint4 dyo = exchange.dyo(at.warp, at.lane);
     uint32_t transposed[4];
     transpose_rows(dyo, transposed);
     add_to_gradient(p.scale, transposed, stage.q(), dh);
     signals.row_sums.wait();  // B
 
+    if constexpr (kD > 64) {  // once more: the state leaves no registers for them
+      load_rows(exchange, rows);
+      dyo = exchange.dyo(at.warp, at.lane);
+    }
     float dz[2][4], total[4];
     make_gradients(rows, exchange, dz, dw, db);
     float all[8];
