@@ -1,6 +1,6 @@
 // The same chain with partners that are single warps, for D = 64. A partner has every fourth mini-batch to itself: all of a
-// row is in four of its lanes, and what the columns have in common (fragments of q and k, P) is made once. In kernel.cuh
-// the partners, not the chain, would take most of the time.
+// row is in four of its lanes, and what the columns have in common (fragments of q and k, P) is made once. Counted in
+// instructions and their latencies, a mini-batch takes the partners of kernel.cuh longer than the chain.
 //
 //     chain m:         h_m in 16 bits to the partner, z_m, statistics   | A |   x, y, sums of the inner gradient
 //                      | B, and m + 1 is ready |   n_m, also to the partner, h_{m+1}, c_{m+1} -> m is done
