@@ -325,6 +325,7 @@ typedef struct fw_ttt_linear_forward_args {
   fw_tensor o;                /* [B, T, H, D] */
   fw_tensor final_state;      /* [N, H, D, D]; optional */
   fw_tensor final_state_bias; /* [N, H, 1, D] or [N, H, D]; optional */
+  fw_tensor kept;             /* [B, NT, H, W] int32, for the backward; optional */
 } fw_ttt_linear_forward_args;
 
 typedef struct fw_ttt_linear_backward_args {
@@ -335,6 +336,7 @@ typedef struct fw_ttt_linear_backward_args {
   fw_tensor d_final_state;                                                   /* [N, H, D, D]; absent: 0 */
   fw_tensor d_final_state_bias;                                              /* [N, H, 1, D]; absent: 0 */
   fw_tensor dq, dk, dv, dw, db, deta, d_initial_state, d_initial_state_bias; /* each optional */
+  fw_tensor kept;                                                            /* the forward's; optional */
 } fw_ttt_linear_backward_args;
 
 /* The state at the start of the open mini-batch, and the sums over its tokens: each read and written. */
@@ -633,6 +635,9 @@ FW_API fw_status fw_delta_rule_num_chunks(int64_t tokens, const fw_tensor* cu_se
 /* W of `kept` for q, k and v of a type and keys of K channels; 0 where nothing can be kept. */
 FW_API fw_status fw_delta_rule_kept_words(const fw_context* context, const fw_delta_rule_options* options,
                                           int32_t dtype, int64_t head_dim_k, int64_t* words);
+/* The same of TTT-Linear, for heads of D channels. */
+FW_API fw_status fw_ttt_linear_kept_words(const fw_context* context, const fw_ttt_linear_options* options,
+                                          int32_t dtype, int64_t head_dim, int64_t* words);
 
 #ifdef __cplusplus
 }

@@ -60,6 +60,9 @@ struct TttLinearForward {
   TensorView o;                 // [B, T, H, D]; q's type or fp32
   TensorView final_state;       // [N, H, D, D] fp32; optional
   TensorView final_state_bias;  // [N, H, 1, D] fp32; optional
+  TensorView kept;              // [B, NT, H, W] int32, dense, W from ttt_linear_kept_words and NT = ceil(T / C), or
+                                // T / C + N with cu_seqlens; optional: the states before the mini-batches, for the
+                                // backward
 };
 
 // Gradients of a loss whose gradient with respect to o and the final state is given. Every output is optional,
@@ -71,6 +74,7 @@ struct TttLinearBackward {
   TensorView d_o;                 // [B, T, H, D], q's type or fp32; absent: 0
   TensorView d_final_state;       // [N, H, D, D]; absent: 0
   TensorView d_final_state_bias;  // [N, H, 1, D]; absent: 0
+  TensorView kept;                // the forward's, of the same inputs: saves making it again. No bit depends on it
 
   TensorView dq, dk, dv, dw, db, deta;
   TensorView d_initial_state;       // [N, H, D, D] fp32; with initial_state only
@@ -107,6 +111,9 @@ struct TttLinearStep {
 std::string ttt_linear_forward(const Context& context, const TttLinearForward& args);
 std::string ttt_linear_backward(const Context& context, const TttLinearBackward& args);
 std::string ttt_linear_step(const Context& context, const TttLinearStep& args);
+
+// W of `kept` for q, k and v of a type and heads of D channels on the context's device; 0 where nothing can be kept.
+int64_t ttt_linear_kept_words(const Context& context, const TttLinearOptions& options, DType dtype, int64_t head_dim);
 
 // What the library holds for this family, most special first.
 std::vector<ImplementationInfo> ttt_linear_implementations();

@@ -74,12 +74,27 @@ void kept_words(StableIValue* stack, uint64_t, uint64_t) {
   });
 }
 
+// .. and one of TTT-Linear.
+void ttt_kept_words(StableIValue* stack, uint64_t, uint64_t) {
+  guarded([stack] {
+    Arguments arguments(stack);
+    Context context;
+    context.device = {DeviceType::kCuda, static_cast<int>(arguments.take<int64_t>())};
+    TttLinearOptions options;
+    options.mini_batch = static_cast<int32_t>(arguments.take<int64_t>());
+    const DType dtype = dtype_of("dtype", arguments.take<int32_t>());
+    *stack = torch::stable::detail::from(ttt_linear_kept_words(context, options, dtype, arguments.take<int64_t>()));
+  });
+}
+
 }  // namespace
 
 std::span<const Operator> info_operators() {
   static const Operator operators[] = {
       {"info() -> str", &info},
       {"delta_rule_kept_words(int cuda_device, int gate, ScalarType dtype, int head_dim_k) -> int", &kept_words},
+      {"ttt_linear_kept_words(int cuda_device, int mini_batch, ScalarType dtype, int head_dim) -> int",
+       &ttt_kept_words},
   };
   return operators;
 }

@@ -36,19 +36,25 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
     const TensorArguments<TttLinearInputs> in(arguments);
     const Options options(arguments);
     const bool output_final_state = arguments.take<bool>();
+    const auto kept_words = arguments.take<int64_t>();
     TttLinearForward args;
     args.options = options.resolved();
     in.view_as(args.in);
 
     const TensorView& q = args.in.q;
-    Tensor o = dense_like(q, args.o), final_state, final_state_bias;
+    Tensor o = dense_like(q, args.o), final_state, final_state_bias, kept;
+    const int64_t count = num_sequences(q, args.in.cu_seqlens), heads = extent(q, 2), width = extent(q, 3);
     if (output_final_state) {
-      const int64_t count = num_sequences(q, args.in.cu_seqlens), heads = extent(q, 2), width = extent(q, 3);
       final_state = dense(q, state_dtype(q), {count, heads, width, width}, args.final_state);
       final_state_bias = dense(q, state_dtype(q), {count, heads, 1, width}, args.final_state_bias);
     }
+    if (kept_words > 0) {
+      const int64_t T = extent(q, 1), C = args.options.mini_batch;
+      const int64_t mini_batches = args.in.cu_seqlens.present() ? T / C + count : (T + C - 1) / C;
+      kept = dense(q, DType::kI32, {extent(q, 0), mini_batches, heads, kept_words}, args.kept);
+    }
     call("ttt_linear_forward", fastweight::ttt_linear_forward, ContextOf(q), args);
-    give(stack, o, final_state, final_state_bias);
+    give(stack, o, final_state, final_state_bias, kept);
   });
 }
 
@@ -90,7 +96,7 @@ void step(StableIValue* stack, uint64_t, uint64_t) {
 std::span<const Operator> ttt_linear_operators() {
   const std::string inputs = argument_schema<TttLinearInputs>() + kOptionSchema;
   const std::string forward_schema =
-      "(" + inputs + ", bool output_final_state) -> " + result_schema<TttLinearForward>();
+      "(" + inputs + ", bool output_final_state, int kept_words) -> " + result_schema<TttLinearForward>();
   static const Operator operators[] = {
       {"ttt_linear_forward" + forward_schema, &forward},
       {"ttt_linear_differentiable" + forward_schema, &forward},

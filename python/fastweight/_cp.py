@@ -181,11 +181,11 @@ class _TttLinear(_Family):
         )
 
     def forward(self, inputs, offsets, keep):
-        o, *states = run(operators.ttt_linear_forward.default, *inputs, offsets, *self.options, True)
+        o, *states, _ = run(operators.ttt_linear_forward.default, *inputs, offsets, *self.options, True, 0)
         return o, tuple(states), ()
 
     def backward(self, gradients, kept, inputs, offsets, mask):
-        return run(operators.ttt_linear_backward.default, *gradients, *inputs, offsets, *self.options, mask)
+        return run(operators.ttt_linear_backward.default, *gradients, None, *inputs, offsets, *self.options, mask)
 
     def pack(self, states):
         return torch.cat(states, -2)

@@ -24,6 +24,7 @@ inline constexpr auto kTensors<TttLinearForward, S> = std::to_array<TensorField<
     {"o", Use::kWrites, &S::o},
     {"final_state", Use::kWritesState, &S::final_state},
     {"final_state_bias", Use::kWritesState, &S::final_state_bias},
+    {"kept", Use::kWritesState, &S::kept},
 });
 
 template <class S>
@@ -31,6 +32,7 @@ inline constexpr auto kTensors<TttLinearBackward, S> = std::to_array<TensorField
     {"d_o", Use::kMayRead, &S::d_o},
     {"d_final_state", Use::kMayRead, &S::d_final_state},
     {"d_final_state_bias", Use::kMayRead, &S::d_final_state_bias},
+    {"kept", Use::kMayRead, &S::kept},
     {"dq", Use::kWrites, &S::dq, "q"},
     {"dk", Use::kWrites, &S::dk, "k"},
     {"dv", Use::kWrites, &S::dv, "v"},

@@ -46,5 +46,6 @@ template std::span<const Implementation<BlockProblem<RmsNormBackward>>> block_li
 std::span<const Implementation<TttLinearForwardProblem>> ttt_linear_forward_list() { return {}; }
 std::span<const Implementation<TttLinearBackwardProblem>> ttt_linear_backward_list() { return {}; }
 std::span<const Implementation<TttLinearStepProblem>> ttt_linear_step_list() { return {}; }
+int64_t ttt_linear_kept_words(Device, const TttLinearOptions&, DType, int64_t) { return 0; }
 
 }  // namespace fastweight::cuda

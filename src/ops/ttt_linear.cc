@@ -127,6 +127,29 @@ void check_output(const TttLinearInputs& in, const TensorView& o, const TttLinea
   check::dtype("o", o, {in.q.dtype, DType::kF32});
 }
 
+int64_t kept_words(const Context& context, const TttLinearOptions& options, DType dtype, int64_t head_dim) {
+  if (context.device.type != DeviceType::kCuda) return 0;
+  return cuda::ttt_linear_kept_words(context.device, options, dtype, head_dim);
+}
+
+// What a forward keeps, where given.
+void check_kept(const Context& context, const TensorView& view, const TttLinearInputs& in,
+                const TttLinearOptions& options, const TttLinearSizes& sizes) {
+  if (!view.present()) return;
+  const int64_t words = kept_words(context, options, in.q.dtype, sizes.head_dim), C = options.mini_batch;
+  if (words == 0) {
+    invalid("kept",
+            "none: mini-batches of " + std::to_string(C) + " of " + check::text(in.q.dtype) + " on " +
+                check::text(context.device) + " keep nothing",
+            "a tensor");
+  }
+  const int64_t count = in.cu_seqlens.present() ? sizes.tokens / C + sizes.num_sequences : (sizes.tokens + C - 1) / C;
+  check::shape("kept", view, {sizes.batch, count, sizes.num_heads, words});
+  check::dtype("kept", view, {DType::kI32});
+  if (!check::is_dense(view)) invalid("kept", "a dense tensor", "strides with gaps");
+  if (reinterpret_cast<uintptr_t>(view.data) % 16 != 0) invalid("kept", "memory at a multiple of 16 bytes", "another");
+}
+
 TttLinearSizes check_inputs(const TttLinearInputs& in) {
   TttLinearSizes sizes;
   check_qkv(in, sizes);
@@ -136,19 +159,21 @@ TttLinearSizes check_inputs(const TttLinearInputs& in) {
   return sizes;
 }
 
-void check_rest(const TttLinearForward& args, const TttLinearSizes& sizes) {
+void check_rest(const Context& context, const TttLinearForward& args, const TttLinearSizes& sizes) {
   check_output(args.in, args.o, sizes);
   check_output_state("final_state", args.final_state, sizes.num_sequences, args.in, sizes);
   check_output_bias("final_state_bias", args.final_state_bias, sizes.num_sequences, args.in, sizes);
+  check_kept(context, args.kept, args.in, args.options, sizes);
 }
 
-void check_rest(const TttLinearBackward& args, const TttLinearSizes& sizes) {
+void check_rest(const Context& context, const TttLinearBackward& args, const TttLinearSizes& sizes) {
   const TttLinearInputs& in = args.in;
   if (args.d_o.present()) {
     check::shape("d_o", args.d_o, {sizes.batch, sizes.tokens, sizes.num_heads, sizes.head_dim});
     check::dtype("d_o", args.d_o, {in.q.dtype, DType::kF32});
   }
   check_input_state("d_final_state", args.d_final_state, "d_final_state_bias", args.d_final_state_bias, sizes);
+  check_kept(context, args.kept, in, args.options, sizes);
   check_gradients(args);
   check_output_state("d_initial_state", args.d_initial_state, sizes.num_sequences, in, sizes);
   check_output_bias("d_initial_state_bias", args.d_initial_state_bias, sizes.num_sequences, in, sizes);
@@ -168,7 +193,7 @@ void check_positions(const TttLinearStep& args, int64_t num_sequences) {
   }
 }
 
-void check_rest(const TttLinearStep& args, const TttLinearSizes& sizes) {
+void check_rest(const Context&, const TttLinearStep& args, const TttLinearSizes& sizes) {
   check::absent("initial_state", args.in.initial_state, "in a step");
   check::absent("initial_state_bias", args.in.initial_state_bias, "in a step");
   check_output(args.in, args.o, sizes);
@@ -237,7 +262,7 @@ TttLinearProblem<Args> make_problem(const Context& context, const Args& args) {
   check_options(args.options);
   TttLinearProblem<Args> problem;
   problem.sizes = check_inputs(args.in);
-  check_rest(args, problem.sizes);
+  check_rest(context, args, problem.sizes);
   check::memory(arguments);
   if (context.device.type == DeviceType::kCuda) cuda::check_arguments(context, arguments);
 
@@ -296,6 +321,15 @@ std::string ttt_linear_backward(const Context& context, const TttLinearBackward&
 
 std::string ttt_linear_step(const Context& context, const TttLinearStep& args) {
   return run("ttt_linear_step", context, args, cpu::ttt_linear_step_list(), cuda::ttt_linear_step_list());
+}
+
+int64_t ttt_linear_kept_words(const Context& context, const TttLinearOptions& options, DType dtype, int64_t head_dim) {
+  return entry_point("ttt_linear_kept_words", [&] {
+    check::context(context);
+    check_options(options);
+    check::in_range("head_dim", head_dim, 1, kMaxHeadDim);
+    return kept_words(context, options, dtype, head_dim);
+  });
 }
 
 std::vector<ImplementationInfo> ttt_linear_implementations() {

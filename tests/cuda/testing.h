@@ -61,8 +61,10 @@ class CallOnDevice {
   Results results() const {
     Results all;
     for (size_t i = 0; i < copies_.size(); ++i) {
-      const std::string name = call_.views()[i].name;
-      if (call_.views()[i].written) all.at(name.starts_with("state") ? "final_" + name : name) = copies_[i]->get();
+      const support::NamedView& named = call_.views()[i];
+      const std::string name = named.name;
+      if (named.written && named.view->present())
+        all.at(name.starts_with("state") ? "final_" + name : name) = copies_[i]->get();
     }
     return all;
   }

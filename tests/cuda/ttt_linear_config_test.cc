@@ -16,10 +16,21 @@ TEST(CudaTttLinearConfig, Chain) {
   EXPECT_EQ(chain_config(65).text(), "D < 128, 320 threads, 143872 bytes of shared memory");
 }
 
-// One group of partners on sm_80, which has less shared memory.
+// For D = 64, unless shared memory is short, as on sm_89, partners are single warps; two blocks fit on a multiprocessor.
+TEST(CudaTttLinearConfig, Forward) {
+  constexpr size_t kSm90 = 227 * 1024, kSm89 = 99 * 1024;
+  EXPECT_EQ(forward_config(64, kSm90).text(),
+            "D = 64, a mini-batch per partner, 256 threads, 110592 bytes of shared memory");
+  EXPECT_LE(2 * (forward_config(64, kSm90).shared_bytes + 1024), 228 * 1024u);
+  EXPECT_EQ(forward_config(64, kSm89).text(), chain_config(64).text());
+  EXPECT_EQ(forward_config(63, kSm90).text(), chain_config(63).text());
+  EXPECT_EQ(forward_config(128, kSm90).text(), chain_config(128).text());
+}
+
+// Four groups of one warp for D = 64; one group on sm_80, which has less shared memory.
 TEST(CudaTttLinearConfig, ChainInReverse) {
   constexpr size_t kSm90 = 227 * 1024, kSm80 = 163 * 1024;
-  EXPECT_EQ(reverse_config(64, kSm90).text(), "D = 64, 2 groups, 384 threads, 227840 bytes of shared memory");
+  EXPECT_EQ(reverse_config(64, kSm90).text(), "D = 64, 4 groups, 256 threads, 206080 bytes of shared memory");
   EXPECT_EQ(reverse_config(20, kSm90).text(), "D < 64, 2 groups, 192 threads, 227840 bytes of shared memory");
   EXPECT_EQ(reverse_config(64, kSm80).text(), "D = 64, 1 group, 256 threads, 115072 bytes of shared memory");
   EXPECT_EQ(reverse_config(128, kSm90).text(), "D = 128, 1 group, 512 threads, 185088 bytes of shared memory");

@@ -42,6 +42,58 @@ TEST(CudaTttLinear, GraphReplaysWithOtherLengths) {
   }
 }
 
+// A forward that keeps its states, if they are wanted, and the backward from them, or from states that are all 0.
+enum class Keep { kNothing, kStates, kStatesLost };
+std::pair<TttLinearResults, TttLinearResults> train(const TttLinearCase& problem, Keep keep) {
+  const TttLinearSpec& spec = problem.spec;
+  const Context context = context_for("chunk_chain");
+  TttLinearResults outputs = outputs_of(Mode::kForward, problem), gradients = outputs_of(Mode::kBackward, problem);
+  const support::Call forward = call_of(Mode::kForward, problem, outputs),
+                      backward = call_of(Mode::kBackward, problem, gradients);
+  const int64_t C = spec.options.mini_batch, T = problem.q.shape()[1];
+  const int64_t mini_batches = spec.cu_seqlens.empty() ? (T + C - 1) / C : T / C + num_sequences(spec);
+  const int64_t words = ttt_linear_kept_words(context, spec.options, spec.dtype, spec.D);
+  EXPECT_GT(words, 0);
+  Tensor kept(DType::kI32, {problem.q.shape()[0], mini_batches, spec.H, words});
+  if (keep != Keep::kNothing) forward["kept"] = backward["kept"] = kept.view();
+  outputs.implementation = forward.run(context);
+  if (keep == Keep::kStatesLost) kept.fill(0);
+  gradients.implementation = backward.run(context);
+  return {std::move(outputs), std::move(gradients)};
+}
+
+TEST(CudaTttLinear, FromKeptStates) {
+  for (DType dtype : {DType::kBF16, DType::kF16}) {
+    for (int64_t D : first<int64_t>({64, 36, 128, 84}, 3)) {
+      TttLinearSpec dense = bf16_spec(37, D, 2);
+      dense.dtype = dtype;
+      for (const TttLinearSpec& spec : {with_batch(dense, 2), with_lengths(dense, {33, 0, 16, 1})}) {
+        const TttLinearCase problem = draw(spec, 8);
+        const auto [outputs, gradients] = train(problem, Keep::kNothing);
+        const auto [same_outputs, same_gradients] = train(problem, Keep::kStates);
+        expect_same_bits(same_outputs, outputs, describe(spec));
+        expect_same_bits(same_gradients, gradients, describe(spec));
+        const auto [_, others] = train(problem, Keep::kStatesLost);
+        EXPECT_FALSE(support::same_bits(others.dk, gradients.dk)) << describe(spec);
+      }
+    }
+  }
+}
+
+// Only the forward whose states they are fills them.
+TEST(CudaTttLinear, OtherForwardsKeepNothing) {
+  const TttLinearCase problem = draw(bf16_spec(16, 64, 1), 9);
+  const TttLinearResults outputs = outputs_of(Mode::kForward, problem);
+  const support::Call forward = call_of(Mode::kForward, problem, outputs);
+  Tensor kept(DType::kI32, {1, 1, 1, ttt_linear_kept_words(context_for(""), {}, DType::kBF16, 64)});
+  forward["kept"] = kept.view();
+  EXPECT_EQ(forward.run(context_for("")), "chunk_chain");
+  for (const char* name : {"chunk_fp32", "recurrent"}) {
+    expect_refused(ErrorCode::kUnsupported, "keeps no states for a backward",
+                   [&] { (void)forward.run(context_for(name)); });
+  }
+}
+
 // Each replay of a captured step advances the states once more, over the end of a mini-batch.
 TEST(CudaTttLinear, StepInAGraph) {
   constexpr int kReplays = 18;

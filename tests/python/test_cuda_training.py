@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastweight
-from fastweight import layers, ops
+from fastweight import _ttt_linear, layers, ops
 from helpers import assert_close, draw, gradients, leaves
 from test_cuda_large import rows
 from test_delta_rule import CHUNK, FP32, RAW, RECURRENT, THRESHOLDS
@@ -188,6 +188,15 @@ def test_what_is_kept():
     with torch.no_grad():
         o, _ = ops.chunk_gated_delta_rule(**x)
     assert torch.cuda.memory_allocated() - before == 2 * o.numel()
+
+
+def test_states_of_ttt_linear_are_kept(monkeypatch):
+    """Before every mini-batch of 16 tokens, with D = 64: no bit depends on it."""
+    x = place(draw_ttt(B=2, T=200, D=64), torch.bfloat16)
+    assert _ttt_linear._words_of_kept_states(x["q"], 16) > 0
+    kept = gradients_of(ops.chunk_ttt_linear, x)
+    monkeypatch.setattr(_ttt_linear, "_words_of_kept_states", lambda q, mini_batch: 0)
+    assert_same_bits(gradients_of(ops.chunk_ttt_linear, x), kept)
 
 
 def test_gradients_of_views():

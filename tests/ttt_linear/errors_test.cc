@@ -129,6 +129,7 @@ TEST(TttLinearErrors, Outputs) {
           {"final bias over the final state", "final_state", in_memory_of(bias, "final_state"), kOnlyForward},
           {"final state of bf16", "final_state", as_output("final_state", kBF16, {N, H, D, D}), kOnlyForward},
           {"final state of fp64", "final_state", as_output("final_state", kF64, {N, H, D, D}), kOnlyForward},
+          {"kept where nothing is", "kept", as_output("kept", DType::kI32, {B, 1, H, 2112}), kOnlyForward},
           {"final bias of bf16", bias, as_output(bias, kBF16, {N, H, 1, D}), kOnlyForward},
           {"final bias of two rows", bias, as_output(bias, kF32, {N, H, 2, D}), kOnlyForward},
           {"d_o of bf16", "d_o", as_input("d_o", kBF16, {B, T, H, D}), kOnlyBackward},

@@ -22,6 +22,7 @@
 #include "cuda/common/mma.cuh"
 #include "cuda/common/warp.cuh"
 #include "cuda/ttt_linear/device_problem.h"
+#include "cuda/ttt_linear/kept_states.h"
 #include "fastweight/context.h"
 
 namespace fastweight::cuda::ttt {
@@ -35,6 +36,7 @@ struct ChunkArgs {
   DeviceTensor o;
   DeviceStates initial_state, final_state;
   DeviceTensor initial_state_bias, final_state_bias;
+  KeptTiles kept;  // where the states before the mini-batches go, if anywhere
 };
 
 inline ChunkArgs chunk_args(const TttLinearForwardProblem& problem) {

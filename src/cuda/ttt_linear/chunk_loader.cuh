@@ -9,10 +9,10 @@ namespace fastweight::cuda::ttt {
 namespace {
 
 // Brings one mini-batch after the other, by `threads` threads of which this is number `thread`; kThreads where that is
-// known, or 0; without q where nobody reads it. Rows are copied in pieces of 16 bytes that never see a register where the layout allows it. Step sizes
+// known, or 0; without q where nobody reads it; every kEvery-th of them. Rows are copied in pieces of 16 bytes that never see a register where the layout allows it. Step sizes
 // pass through registers: they are loaded a mini-batch before they are stored, out of the L2 cache that was asked for
 // them earlier, and decoded only then.
-template <int kD, int kC, int kThreads = 0, bool kQueries = true>
+template <int kD, int kC, int kThreads = 0, bool kQueries = true, int kEvery = 1>
 class ChunkLoader {
  public:
   __device__ ChunkLoader(const ChunkArgs& args, const SequenceSpan& span, int head, int thread, int threads)
@@ -48,17 +48,18 @@ class ChunkLoader {
       }
     }
 #pragma unroll
-    for (int i = kFirst; i < 3; ++i) rows_[i] += kC * tensor(i).strides[1];
+    for (int i = kFirst; i < 3; ++i) rows_[i] += kStep * tensor(i).strides[1];
     store_eta(stage.eta);
-    eta_ += byte_offset(args_.problem.eta.dtype, kC * args_.problem.eta.strides[1]);
-    load_eta(left - kC);
+    eta_ += byte_offset(args_.problem.eta.dtype, kStep * args_.problem.eta.strides[1]);
+    load_eta(left - kStep);
   }
 
  private:
   static constexpr int kFirst = kQueries ? 0 : 1;
   static constexpr int kSegments = SharedTile<kD>::kSegments;
   static constexpr int kEtas = kC / kWarpSize > 1 ? kC / kWarpSize : 1;  // of a thread, when there is one warp
-  static constexpr int kPrefetchAhead = 3;                               // mini-batches
+  static constexpr int kStep = kEvery * kC;                              // tokens
+  static constexpr int kPrefetchAhead = 3;                               // steps
 
   __device__ __forceinline__ const DeviceTensor& tensor(int i) const {
     return i == 0 ? args_.problem.q : i == 1 ? args_.problem.k : args_.problem.v;
@@ -70,9 +71,16 @@ class ChunkLoader {
 #pragma unroll
     for (int i = kFirst; i < 3; ++i) {
       const uint16_t* from = rows_[i];
-      for (int row = row_; row < kC; row += step, from += step * tensor(i).strides[1]) {
-        copy_async(SharedTile<kD>{stage.rows[i]}.address(row, segment_), from, exists && row < rows);
-        if (kThreads / kSegments >= kC) break;
+      const SharedTile<kD> tile{stage.rows[i]};
+      if constexpr (kThreads > 0) {
+#pragma unroll
+        for (int j = 0; j < kC; j += kThreads / kSegments, from += kThreads / kSegments * tensor(i).strides[1]) {
+          copy_async(tile.address(row_ + j, segment_), from, exists && row_ + j < rows);
+        }
+      } else {
+        for (int row = row_; row < kC; row += step, from += step * tensor(i).strides[1]) {
+          copy_async(tile.address(row, segment_), from, exists && row < rows);
+        }
       }
     }
   }
@@ -86,8 +94,8 @@ class ChunkLoader {
       if (row >= kC || row >= left) continue;
       const char* address = eta_ + byte_offset(eta.dtype, i * threads_ * eta.strides[1]);
       eta_bits_[i] = load_bits(address, eta.dtype);
-      if (row + kPrefetchAhead * kC < left)
-        prefetch(address + byte_offset(eta.dtype, kPrefetchAhead * kC * eta.strides[1]));
+      if (row + kPrefetchAhead * kStep < left)
+        prefetch(address + byte_offset(eta.dtype, kPrefetchAhead * kStep * eta.strides[1]));
     }
   }
   __device__ __forceinline__ void store_eta(float* eta) const {

@@ -1,4 +1,5 @@
-// Where the states before the mini-batches of all sequences lie, which a backward keeps.
+// Where the states before the mini-batches of all sequences lie, which a forward keeps for a backward, or a backward for
+// itself.
 #pragma once
 
 #include <cstdint>
@@ -26,11 +27,19 @@ inline int64_t most_mini_batches(const Sequences& sequences, int mini_batch) {
 // operands of products along the keys, and ldmatrix_transposed those along the columns: registers j and j + 2 are for keys
 // 8 j ..
 struct KeptTiles {
-  uint16_t* h = nullptr;  // [.., padded_dim * padded_dim]
-  float* c = nullptr;     // [.., padded_dim]
+  int32_t* data = nullptr;  // [.., words]: h and c of one state after the other
   int padded_dim = 64;
 
-  FW_HOST_DEVICE bool present() const { return h != nullptr; }
+  // Of a state.
+  FW_HOST_DEVICE static constexpr int64_t words(int64_t padded_dim) { return padded_dim * padded_dim / 2 + padded_dim; }
+
+  FW_HOST_DEVICE bool present() const { return data != nullptr; }
+  FW_HOST_DEVICE uint16_t* h(int64_t number) const {
+    return reinterpret_cast<uint16_t*>(data + number * words(padded_dim));
+  }
+  FW_HOST_DEVICE float* c(int64_t number) const {
+    return reinterpret_cast<float*>(h(number) + padded_dim * padded_dim);
+  }
 
   // Where the four matrices begin; and an element of h, from there.
   FW_HOST_DEVICE static int offset(int padded_dim, int w, int m) { return (w * (padded_dim / 16) + m) * 256; }

@@ -18,6 +18,8 @@ std::string beyond_all_kernels(const Problem& problem) {
 }
 
 // Mini-batches of 16 tokens, then of 32 and 64: tensor cores with 16-bit operands.
+// The first of them keeps its states where it is told to: words of a state, or 0.
+int64_t kept_words(Device device, const TttLinearOptions& options, DType dtype, int64_t head_dim);
 void chunk_chain_forward(const TttLinearForwardProblem& problem, const Context& context);
 std::string declines_chunk_chain(const TttLinearForwardProblem& problem);
 std::string chunk_chain_config(const TttLinearForwardProblem& problem);
@@ -30,6 +32,12 @@ std::string chunk_tiles_config(const TttLinearForwardProblem& problem);
 void chunk_tiles_backward(const TttLinearBackwardProblem& problem, const Context& context);
 std::string declines_chunk_tiles_backward(const TttLinearBackwardProblem& problem);
 std::string chunk_tiles_backward_config(const TttLinearBackwardProblem& problem);
+
+// What the forwards that keep nothing decline.
+inline std::string keeps_nothing(const TttLinearForwardProblem& problem) {
+  if (problem.args.kept.present()) return "keeps no states for a backward";
+  return beyond_all_kernels(problem);
+}
 
 // By mini-batches of any length in fp32, on the multiply-add units.
 void chunk_fp32_forward(const TttLinearForwardProblem& problem, const Context& context);

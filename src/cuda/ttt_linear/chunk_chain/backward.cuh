@@ -2,11 +2,12 @@
 //
 // Two passes over a (sequence, head), both with the state, or its gradient, in registers:
 //   - keep_states.cuh: the chain of the forward, which leaves the state before every mini-batch in scratch memory, in
-//     16 bits as its products read it;
+//     16 bits as its products read it; not where the forward has kept them;
 //   - reverse.cuh: the mini-batches in reverse.
 #pragma once
 
 #include "cuda/ttt_linear/chunk.cuh"
+#include "cuda/ttt_linear/chunk_chain/chain.cuh"
 #include "cuda/ttt_linear/chunk_chain/config.h"
 #include "cuda/ttt_linear/kept_states.h"
 
@@ -67,12 +68,14 @@ struct ReverseExchange {
   static constexpr int kWarps = kD / kWarpColumns;
   static constexpr int kRow = kD + 16;  // two rows in different banks
 
-  float4 x[kWarps][2][kWarpSize];
-  float4 u[kWarps][2][kWarpSize];            // w x + b - v + k
+  static constexpr bool kGradientOverRows = false;  // the gradient of the state has a place of its own
+
+  float4 x_rows[kWarps][2][kWarpSize];
+  float4 u_rows[kWarps][2][kWarpSize];       // w x + b - v + k
   alignas(16) float base[kTileRows * kRow];  // -P^T (eta dyo), what the state has no part in of dn; then dy
   uint4 n[kWarps][kWarpSize];                // in units
-  uint4 dyo[kWarps][kWarpSize];
-  uint4 dz[kWarps][kWarpSize];        // in units of dz_unit[w]
+  uint4 dyo_rows[kWarps][kWarpSize];
+  uint4 dz_rows[kWarps][kWarpSize];   // in units of dz_unit[w]
   alignas(128) uint16_t dh[kD * kD];  // a StateTile
   uint4 eta_Dm[kWarpSize];            // Dm^T eta, in units of eta_Dm_unit
   RowTerms rows[kTileRows];
@@ -80,6 +83,12 @@ struct ReverseExchange {
   float deta[kTileRows];        // without <n, F>
   float dz_unit[kWarps];
   float eta_Dm_unit;
+
+  __device__ __forceinline__ float4& x(int w, int half, int lane) { return x_rows[w][half][lane]; }
+  __device__ __forceinline__ float4& u(int w, int half, int lane) { return u_rows[w][half][lane]; }
+  __device__ __forceinline__ uint4& dyo(int w, int lane) { return dyo_rows[w][lane]; }
+  __device__ __forceinline__ uint4& dz(int w, int lane) { return dz_rows[w][lane]; }
+  __device__ __forceinline__ StateTile<kD> gradient() { return {dh}; }
 };
 
 // Of every row, by the warps of a group: mean and variance of the warp's columns of z; its sums of y, x y, w^2 x and
@@ -105,8 +114,10 @@ struct ChainSums {
   float fifth[kD / kWarpColumns][kTileRows];
 };
 
-template <int kD, int kGroups>
+template <int kD, int kPartners>
 struct ReverseShared {
+  static constexpr int kGroups = kPartners, kStages = kGroupStages<kD>, kBuffers = kGroupBuffers<kD>;
+
   ReverseStage<kD> stages[kGroups][kGroupStages<kD>];
   ReverseExchange<kD> exchange[kGroups][kGroupBuffers<kD>];
   GroupSums<kD> sums[kGroups];
@@ -114,11 +125,50 @@ struct ReverseShared {
   alignas(16) double parameters[1 + kGroups][2][kD];  // dw and db of the chain and of the groups
 };
 
+// ---- Partners with a mini-batch each, reverse_solo.cuh --------------------------------------------------------------
+
+// What the chain and a partner hand to each other, in the same order. What a warp of the chain is done with makes room for
+// what it writes: dh comes over its columns of x and u, dz over dyo.
+struct SoloExchange {
+  static constexpr int kWarps = kSoloDim / kWarpColumns, kRow = kSoloDim + 16;
+  static constexpr bool kGradientOverRows = true;
+
+  union WarpColumns {
+    float4 x_and_u[2][2][kWarpSize];
+    uint16_t dh[kSoloDim * kWarpColumns];
+  };
+
+  alignas(128) WarpColumns columns[kWarps];
+  alignas(16) float base[kTileRows * kRow];
+  uint4 dyo_or_dz[kWarps][kWarpSize];
+  RowTerms rows[kTileRows];
+  float nF[kWarps][kWarpSize];
+  float dz_unit[kWarps];
+
+  __device__ __forceinline__ float4& x(int w, int half, int lane) { return columns[w].x_and_u[0][half][lane]; }
+  __device__ __forceinline__ float4& u(int w, int half, int lane) { return columns[w].x_and_u[1][half][lane]; }
+  __device__ __forceinline__ uint4& dyo(int w, int lane) { return dyo_or_dz[w][lane]; }
+  __device__ __forceinline__ uint4& dz(int w, int lane) { return dyo_or_dz[w][lane]; }
+  __device__ __forceinline__ StateTile<kSoloDim> gradient() { return {columns[0].dh}; }
+};
+
+struct SoloShared {
+  static constexpr int kGroups = kSolos, kStages = 2, kBuffers = 1;
+
+  ReverseStage<kSoloDim> stages[kSolos][kStages];  // of the mini-batch in hand and of the next one
+  SoloExchange exchange[kSolos][kBuffers];
+  ChainSums<kSoloDim> chain_sums;
+  alignas(16) float w[kSoloDim], b[kSoloDim];
+  alignas(16) double parameters[1 + kSolos][2][kSoloDim];
+};
+
 // For bf16 and fp16, a file each.
 template <DType kType>
-void launch_keep_states(const ChainConfig& config, const ChunkArgs& args, const KeptTiles& kept,
-                        const Context& context);
+void launch_keep_states(const ChainConfig& config, const ChunkArgs& args, const Context& context);
 template <DType kType>
 void launch_reverse(const ReverseConfig& config, const ReverseArgs& args, const Context& context);
+// .. for D above 64.
+template <DType kType>
+void launch_wide_reverse(const ReverseConfig& config, const ReverseArgs& args, const Context& context);
 
 }  // namespace fastweight::cuda::ttt

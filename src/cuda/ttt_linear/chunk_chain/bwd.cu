@@ -4,6 +4,7 @@
 #include "core/workspace.h"
 #include "cuda/common/launch.h"
 #include "cuda/ttt_linear/chunk_chain/backward.cuh"
+#include "cuda/ttt_linear/chunk_chain/chain.cuh"
 #include "cuda/ttt_linear/kept_states.h"
 #include "cuda/ttt_linear/kernels.h"
 #include "cuda/ttt_linear/parameter_sums.h"
@@ -39,11 +40,12 @@ ChunkArgs states_args(const TttLinearBackwardProblem& problem) {
   return args;
 }
 
-void take_scratch(ScratchLayout& layout, ReverseArgs& args) {
+void take_scratch(ScratchLayout& layout, bool own_states, ReverseArgs& args) {
   const DeviceProblem& p = args.chain.problem;
-  const int64_t count = most_mini_batches(p.sequences, kTileRows) * p.num_heads, width = args.kept.padded_dim;
-  args.kept.h = layout.take<uint16_t>(count * width * width);
-  args.kept.c = layout.take<float>(count * width);
+  if (own_states) {
+    const int64_t count = most_mini_batches(p.sequences, kTileRows) * p.num_heads;
+    args.kept.data = layout.take<int32_t>(count * KeptTiles::words(args.kept.padded_dim));
+  }
   args.parameter_sums = layout.take<double>(p.sequences.count * p.num_heads * 2 * p.head_dim);
 }
 
@@ -55,18 +57,28 @@ ReverseConfig config_of(const TttLinearBackwardProblem& problem) {
 
 void launch_keep_states(const TttLinearBackwardProblem& problem, const KeptTiles& kept, const Context& context) {
   const ChainConfig config = chain_config(problem.sizes.head_dim);
+  ChunkArgs args = states_args(problem);
+  args.kept = kept;
   if (problem.args.in.q.dtype == DType::kBF16) {
-    launch_keep_states<DType::kBF16>(config, states_args(problem), kept, context);
+    launch_keep_states<DType::kBF16>(config, args, context);
   } else {
-    launch_keep_states<DType::kF16>(config, states_args(problem), kept, context);
+    launch_keep_states<DType::kF16>(config, args, context);
   }
 }
 
 void launch_reverse(const TttLinearBackwardProblem& problem, const ReverseArgs& args, const Context& context) {
+  const ReverseConfig config = config_of(problem);
+  const auto launch_for = [&]<DType kType>() {
+    if (config.padded_dim > 64) {
+      launch_wide_reverse<kType>(config, args, context);
+    } else {
+      launch_reverse<kType>(config, args, context);
+    }
+  };
   if (problem.args.in.q.dtype == DType::kBF16) {
-    launch_reverse<DType::kBF16>(config_of(problem), args, context);
+    launch_for.template operator()<DType::kBF16>();
   } else {
-    launch_reverse<DType::kF16>(config_of(problem), args, context);
+    launch_for.template operator()<DType::kF16>();
   }
 }
 
@@ -84,6 +96,12 @@ ReverseConfig reverse_config(int64_t head_dim, size_t shared_limit) {
   ReverseConfig config;
   config.padded_dim = chain_config(head_dim).padded_dim;
   config.full = head_dim == config.padded_dim;
+  if (head_dim == kSoloDim && sizeof(SoloShared) <= shared_limit) {
+    config.groups = kSolos;
+    config.threads = 2 * kSoloDim + kSolos * kWarpSize;
+    config.shared_bytes = sizeof(SoloShared);
+    return config;
+  }
   config.groups = config.padded_dim == 64 && sizeof(ReverseShared<64, kMostGroups>) <= shared_limit ? kMostGroups : 1;
   config.shared_bytes = config.padded_dim > 64         ? sizeof(ReverseShared<128, 1>)
                         : config.groups == kMostGroups ? sizeof(ReverseShared<64, kMostGroups>)
@@ -107,13 +125,14 @@ std::string chunk_chain_backward_config(const TttLinearBackwardProblem& problem)
 
 void chunk_chain_backward(const TttLinearBackwardProblem& problem, const Context& context) {
   ReverseArgs args = reverse_args(problem);
-  args.kept.padded_dim = chain_config(problem.sizes.head_dim).padded_dim;
+  args.kept = kept_tiles(problem);
+  const bool own_states = !args.kept.present();
   ScratchLayout measure;
-  take_scratch(measure, args);
+  take_scratch(measure, own_states, args);
   const DeviceWorkspace workspace(context, measure.bytes());
   ScratchLayout layout(workspace.data());
-  take_scratch(layout, args);
-  launch_keep_states(problem, args.kept, context);
+  take_scratch(layout, own_states, args);
+  if (own_states) launch_keep_states(problem, args.kept, context);
   if (!has_reverse(problem)) {
     backward_in_fp32(problem, args.kept, context);
     return;

@@ -1,10 +1,7 @@
-#include "cuda/ttt_linear/chunk_chain/keep_states.cuh"
 #include "cuda/ttt_linear/chunk_chain/reverse.cuh"
 
 namespace fastweight::cuda::ttt {
 
-template void launch_keep_states<DType::kF16>(const ChainConfig& config, const ChunkArgs& args, const KeptTiles& kept,
-                                              const Context& context);
 template void launch_reverse<DType::kF16>(const ReverseConfig& config, const ReverseArgs& args, const Context& context);
 
 }  // namespace fastweight::cuda::ttt

@@ -25,6 +25,22 @@ struct ChainShared {
   WarpExchange<kD> exchange[2][kD / kWarpColumns];  // of mini-batches of even and odd number
 };
 
+// Where partners are single warps with a mini-batch each, kernel_solo.cuh.
+inline constexpr int kSoloDim = 64, kSolos = 4;
+
+struct SoloChainShared {
+  Stage<kSoloDim, kTileRows> stages[kSolos][2];  // of the mini-batch in hand and of the next one
+  WarpExchange<kSoloDim> exchange[kSolos][kSoloDim / kWarpColumns];
+  Sums<kSoloDim, kTileRows> sums;
+  alignas(16) float w[kSoloDim], b[kSoloDim];
+};
+
+// The caller's states, if there are any.
+template <class Problem>
+KeptTiles kept_tiles(const Problem& problem) {
+  return {static_cast<int32_t*>(problem.args.kept.data), chain_config(problem.sizes.head_dim).padded_dim};
+}
+
 // For bf16 and fp16, a file each.
 template <DType kType>
 void launch_chain(const ChainConfig& config, const ChunkArgs& args, const Context& context);

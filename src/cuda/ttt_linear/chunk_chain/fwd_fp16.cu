@@ -1,4 +1,4 @@
-#include "cuda/ttt_linear/chunk_chain/kernel.cuh"
+#include "cuda/ttt_linear/chunk_chain/kernel_solo.cuh"
 
 namespace fastweight::cuda::ttt {
 

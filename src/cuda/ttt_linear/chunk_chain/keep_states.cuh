@@ -1,33 +1,18 @@
 // The forward's chain (kernel.cuh) with partners that make no outputs: they keep the states.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/ttt_linear/chunk_chain/backward.cuh"
 #include "cuda/ttt_linear/chunk_chain/kernel.cuh"
 
 namespace fastweight::cuda::ttt {
 namespace {
 
-// What the chain left of the state before a mini-batch, the part of the warp's columns.
-template <int kD>
-__device__ __forceinline__ void keep_state(const WarpExchange<kD>* chain, const Lane& at, int64_t number,
-                                           const KeptTiles& kept) {
-  auto* h = reinterpret_cast<uint32_t*>(kept.h + number * kD * kD + KeptTiles::offset(kD, at.warp, 0)) + at.lane;
-#pragma unroll
-  for (int m = 0; m < kD / 16; ++m) {
-    const uint4 b = chain->h[m][at.lane];
-    h[128 * m] = b.x;
-    h[128 * m + 32] = b.y;
-    h[128 * m + 64] = b.z;
-    h[128 * m + 96] = b.w;
-  }
-  if (at.g == 0) *reinterpret_cast<float4*>(kept.c + number * kD + at.column) = chain->c[at.t];
-}
-
 // Mini-batches and buffers go round as in run_partner: the state of mini-batch m - 1 is kept while the chain is at m.
 template <DType kType, int kD, bool kFull>
 __device__ __forceinline__ void run_keeper(const ChunkArgs& args, const SequenceSpan& span, int64_t sequence, int head,
-                                           const Lane& at, int threads, const KeptTiles& kept,
-                                           ChainShared<kD>& shared) {
+                                           const Lane& at, int threads, ChainShared<kD>& shared) {
   constexpr int kStages = ChainShared<kD>::kStages;
   const DeviceProblem& p = args.problem;
   const Signals signals{threads};
@@ -52,7 +37,7 @@ __device__ __forceinline__ void run_keeper(const ChunkArgs& args, const Sequence
     commit_copies();
     warp.put_residuals(shared.stages[stage], chain);
     if (left < span.length && left > -kTileRows) {
-      keep_state(chain_before, at, number, kept);
+      keep_state(chain_before, at, number, args.kept);
       number += p.num_heads;
     }
     free = before;
@@ -66,7 +51,7 @@ __device__ __forceinline__ void run_keeper(const ChunkArgs& args, const Sequence
 
 template <DType kType, int kD, bool kFull>
 __global__ void __launch_bounds__(4 * kD, kBlocks<kD>)
-    keep_states_kernel(const __grid_constant__ ChunkArgs args, const KeptTiles kept, int64_t heads) {
+    keep_states_kernel(const __grid_constant__ ChunkArgs args, int64_t heads) {
   auto& shared = dynamic_shared<ChainShared<kD>>();
   shared.sums.clear();
   const int threads = kFull ? 2 * kD : static_cast<int>(blockDim.x) / 2,
@@ -79,7 +64,7 @@ __global__ void __launch_bounds__(4 * kD, kBlocks<kD>)
     const SequenceSpan span = sequence_at(args.problem.sequences, sequence);
     __syncthreads();  // the head before has been read
     if (partner) {
-      run_keeper<kType, kD, kFull>(args, span, sequence, head, at, threads, kept, shared);
+      run_keeper<kType, kD, kFull>(args, span, sequence, head, at, threads, shared);
     } else {
       run_chain<kType, kD, kFull>(args, span, sequence, head, at, threads, shared);
     }
@@ -89,18 +74,19 @@ __global__ void __launch_bounds__(4 * kD, kBlocks<kD>)
 }  // namespace
 
 template <DType kType>
-void launch_keep_states(const ChainConfig& config, const ChunkArgs& args, const KeptTiles& kept,
-                        const Context& context) {
+void launch_keep_states(const ChainConfig& config, const ChunkArgs& args, const Context& context) {
   const int64_t heads = args.problem.sequences.count * args.problem.num_heads;
   const LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(heads, 1 << 30)),
                           static_cast<unsigned>(config.threads), config.shared_bytes};
   constexpr const char* kName = "ttt_linear chunk_chain states";
-  if (config.padded_dim > 64) {
-    launch<keep_states_kernel<kType, 128, false>>(kName, context, shape, args, kept, heads);
+  if (config.padded_dim > 64 && config.full) {
+    launch<keep_states_kernel<kType, 128, true>>(kName, context, shape, args, heads);
+  } else if (config.padded_dim > 64) {
+    launch<keep_states_kernel<kType, 128, false>>(kName, context, shape, args, heads);
   } else if (config.full) {
-    launch<keep_states_kernel<kType, 64, true>>(kName, context, shape, args, kept, heads);
+    launch<keep_states_kernel<kType, 64, true>>(kName, context, shape, args, heads);
   } else {
-    launch<keep_states_kernel<kType, 64, false>>(kName, context, shape, args, kept, heads);
+    launch<keep_states_kernel<kType, 64, false>>(kName, context, shape, args, heads);
   }
 }
 

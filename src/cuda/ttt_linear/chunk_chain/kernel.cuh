@@ -5,15 +5,13 @@
 //                   n_m, also to the partner, h_{m+1}, c_{m+1}
 //     partner m:    copies of mini-batch m + kStages - 2 begin, w (b - v + k) of m for the chain,
 //                   y_{m-2} = scale q h + c - eta (P n) and its statistics, q h + c and P of m - 1   | C |
-//                   o_{m-2}, mini-batch m + 1 has arrived   | A |
+//                   o_{m-2}, the state of m - 1 to memory if it is to be kept, mini-batch m + 1 has arrived   | A |
 //
 // At A the chain and the partners wait for each other; B is the chain's barrier, C the partners'. Between A of m - 1
 // and A of m, the chain writes n_{m-1} and h_m, c_m and reads k_{m-1}, k_m, eta_{m-1} and the residuals of m - 1; the
 // partners write the residuals of m and read n_{m-2}, h_{m-1}, c_{m-1} and all of mini-batches m - 1 and m: two buffers
 // for what one side hands to the other, and the stage of m - 2 is free.
 #pragma once
-
-#include <algorithm>
 
 #include "cuda/common/launch.h"
 #include "cuda/common/warp_roles.cuh"
@@ -81,14 +79,14 @@ struct ChainWarp {
   const DeviceProblem& p;
   const Columns<kFull>& columns;
   const Lane& at;
-  ChainShared<kD>& shared;
+  Sums<kD, kTileRows>& sums;
 
   static constexpr int kSteps = kD / 16;
   static constexpr bool kEarly = kD == 64;  // registers for the operands long before their use
 
   // Where the fragments of k of a stage are.
-  __device__ __forceinline__ uint32_t load_keys(int stage, KeyFragments<kD>& k_rows) const {
-    const uint32_t k = first_fragment(shared.stages[stage].k(), 0, at.lane);
+  __device__ __forceinline__ uint32_t load_keys(Stage<kD, kTileRows>& stage, KeyFragments<kD>& k_rows) const {
+    const uint32_t k = first_fragment(stage.k(), 0, at.lane);
     if constexpr (kEarly) {
 #pragma unroll
       for (int m = 0; m < kSteps; ++m) ldmatrix(fragment(k, m), k_rows[m]);
@@ -132,7 +130,7 @@ struct ChainWarp {
     float2 own[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float2 norm = get_norm<kFull>(shared.sums.inner[at.row(0, half)], p);
+      const float2 norm = get_norm<kFull>(sums.inner[at.row(0, half)], p);
       const float4 four = partner->residuals[half][at.lane];
       const float residual[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
@@ -140,7 +138,7 @@ struct ChainWarp {
       own[half] = inner_sums(norm, columns, residual, x[half], y[half]);
       r[half] = norm.y;
     }
-    put_sums<kD, kTileRows>(own, 0, at, shared.sums.gradient, [](int, float2 sum) { return sum; });
+    put_sums<kD, kTileRows>(own, 0, at, sums.gradient, [](int, float2 sum) { return sum; });
   }
 
   // n = r (y - mean(y) - x mean(x y)), transposed in 16 bits, and its sum over the rows of the lane. k_columns are
@@ -150,7 +148,7 @@ struct ChainWarp {
                                                  uint32_t (&n_operand)[4], float (&total)[4]) const {
     float2 means[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) means[half] = get_means(shared.sums.gradient[at.row(0, half)], p);
+    for (int half = 0; half < 2; ++half) means[half] = get_means(sums.gradient[at.row(0, half)], p);
     if constexpr (kEarly) {
 #pragma unroll
       for (int m = 0; m < kSteps; ++m) ldmatrix_transposed(fragment(k, m), k_columns[m]);
@@ -194,14 +192,14 @@ __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceS
                                           const Lane& at, int threads, ChainShared<kD>& shared) {
   const Signals signals{threads};
   const Columns<kFull> columns(args.problem, head, at);
-  const ChainWarp<kType, kD, kFull> warp{args.problem, columns, at, shared};
+  const ChainWarp<kType, kD, kFull> warp{args.problem, columns, at, shared.sums};
   State<kD> state;
   state.load(args, sequence, head, at);
   int stage = 0;
   WarpExchange<kD>*partner = &shared.exchange[0][at.warp], *next_partner = &shared.exchange[1][at.warp];
   KeyFragments<kD> k_rows, k_columns;
   uint32_t k = 0;  // where the fragments of the stage are
-  const auto load_keys = [&] { k = warp.load_keys(stage, k_rows); };
+  const auto load_keys = [&] { k = warp.load_keys(shared.stages[stage], k_rows); };
   LaneRows<kTileRows> kh[2];
   const auto read_state = [&] { warp.read_state(state, k, k_rows, partner, kh); };
 
@@ -241,6 +239,22 @@ __device__ __forceinline__ void run_chain(const ChunkArgs& args, const SequenceS
 
 // ---- The partners ---------------------------------------------------------------------------------------------------
 
+// What the chain left of the state before a mini-batch, the part of the warp's columns, to memory.
+template <int kD>
+__device__ __forceinline__ void keep_state(const WarpExchange<kD>* chain, const Lane& at, int64_t number,
+                                           const KeptTiles& kept) {
+  auto* h = reinterpret_cast<uint32_t*>(kept.h(number) + KeptTiles::offset(kD, at.warp, 0)) + at.lane;
+#pragma unroll
+  for (int m = 0; m < kD / 16; ++m) {
+    const uint4 b = chain->h[m][at.lane];
+    h[128 * m] = b.x;
+    h[128 * m + 32] = b.y;
+    h[128 * m + 64] = b.z;
+    h[128 * m + 96] = b.w;
+  }
+  if (at.g == 0) *reinterpret_cast<float4*>(kept.c(number) + at.column) = chain->c[at.t];
+}
+
 // The stages of a partner, in the same way.
 template <DType kType, int kD, bool kFull>
 struct PartnerWarp {
@@ -276,8 +290,8 @@ struct PartnerWarp {
 };
 
 template <DType kType, int kD, bool kFull>
-__device__ __forceinline__ void run_partner(const ChunkArgs& args, const SequenceSpan& span, int head, const Lane& at,
-                                            int threads, ChainShared<kD>& shared) {
+__device__ __forceinline__ void run_partner(const ChunkArgs& args, const SequenceSpan& span, int64_t sequence, int head,
+                                            const Lane& at, int threads, ChainShared<kD>& shared) {
   constexpr int kStages = ChainShared<kD>::kStages;
   const DeviceProblem& p = args.problem;
   const Signals signals{threads};
@@ -292,6 +306,7 @@ __device__ __forceinline__ void run_partner(const ChunkArgs& args, const Sequenc
   const PartnerWarp<kType, kD, kFull> warp{columns, at};
   char* o = first_output(args.o, span, head, at);
   const int64_t o_step = byte_offset(args.o.dtype, kTileRows * args.o.strides[1]);
+  int64_t number = first_mini_batch(p.sequences, span, sequence, kTileRows) * p.num_heads + head;
   wait_copies<kStages - 3>();
   int turn = 0;
   signals.wait_for_chain(turn++);  // mini-batch 0 has arrived
@@ -342,6 +357,10 @@ __device__ __forceinline__ void run_partner(const ChunkArgs& args, const Sequenc
       store_outputs<kType, kTileRows>(args.o, o, count, norms, columns, at, y);
       o += o_step;
     }
+    if (args.kept.present() && left < span.length && left > -kTileRows) {
+      keep_state(chain_before, at, number, args.kept);
+      number += p.num_heads;
+    }
     free = before;
     before = stage;
     stage = next_stage<kD>(stage);
@@ -369,7 +388,7 @@ __global__ void __launch_bounds__(4 * kD, kBlocks<kD>)
     const SequenceSpan span = sequence_at(args.problem.sequences, sequence);
     __syncthreads();  // the head before has been read
     if (partner) {
-      run_partner<kType, kD, kFull>(args, span, head, at, threads, shared);
+      run_partner<kType, kD, kFull>(args, span, sequence, head, at, threads, shared);
     } else {
       run_chain<kType, kD, kFull>(args, span, sequence, head, at, threads, shared);
     }
@@ -377,19 +396,4 @@ __global__ void __launch_bounds__(4 * kD, kBlocks<kD>)
 }
 
 }  // namespace
-
-template <DType kType>
-void launch_chain(const ChainConfig& config, const ChunkArgs& args, const Context& context) {
-  const int64_t heads = args.problem.sequences.count * args.problem.num_heads;
-  const LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(heads, 1 << 30)),
-                          static_cast<unsigned>(config.threads), config.shared_bytes};
-  with_padded_dim(config.padded_dim, [&]<int kD>() {
-    if (config.full) {
-      launch<chain_kernel<kType, kD, true>>("ttt_linear chunk_chain", context, shape, args, heads);
-    } else {
-      launch<chain_kernel<kType, kD, false>>("ttt_linear chunk_chain", context, shape, args, heads);
-    }
-  });
-}
-
 }  // namespace fastweight::cuda::ttt

@@ -23,11 +23,12 @@ struct ReverseChain {
   static constexpr int kSteps = kD / 16;
 
   // F = k dh + dc, and dh in 16 bits for the partners.
-  __device__ __forceinline__ void read_gradient(const State<kD>& dh, ReverseStage<kD>& stage,
-                                                ReverseExchange<kD>& exchange, LaneRows<kTileRows>& F) const {
+  template <class Exchange>
+  __device__ __forceinline__ void read_gradient(const State<kD>& dh, ReverseStage<kD>& stage, Exchange& exchange,
+                                                LaneRows<kTileRows>& F) const {
     const uint32_t k = first_fragment(stage.k(), 0, at.lane);
     LaneRows<kTileRows> parts[2] = {};
-    const StateTile<kD> kept{exchange.dh};
+    const StateTile<kD> kept = exchange.gradient();
 #pragma unroll
     for (int m = 0; m < kSteps; ++m) {
       uint32_t a[4], b[4];
@@ -47,8 +48,18 @@ struct ReverseChain {
     }
   }
 
+  template <class Exchange>
+  __device__ __forceinline__ void load_rows(Exchange& exchange, ChainRows& rows) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      load_four(exchange.x(at.warp, half, at.lane), rows.x[half]);
+      load_four(exchange.u(at.warp, half, at.lane), rows.u[half]);
+    }
+  }
+
   // dn, the warp's share of the five sums, and the lane's of <n, F>.
-  __device__ __forceinline__ void put_row_sums(LaneRows<kTileRows>& F, float eta, ReverseExchange<kD>& exchange,
+  template <class Exchange>
+  __device__ __forceinline__ void put_row_sums(LaneRows<kTileRows>& F, float eta, Exchange& exchange,
                                                ChainRows& rows) const {
     float own[2][5] = {}, nF = 0.0f;
 #pragma unroll
@@ -57,8 +68,6 @@ struct ReverseChain {
       const RowTerms terms = exchange.rows[row];
       float base[4];
       load_four(*reinterpret_cast<const float4*>(&exchange.base[row * exchange.kRow + at.column]), base);
-      load_four(exchange.x[at.warp][half][at.lane], rows.x[half]);
-      load_four(exchange.u[at.warp][half][at.lane], rows.u[half]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float f = element<kTileRows>(F, 0, half, e), x = rows.x[half][e], y = columns.w[e] * rows.u[half][e];
@@ -98,8 +107,9 @@ struct ReverseChain {
   }
 
   // dy for the partners, dz, and the lane's sums for dw and db.
-  __device__ __forceinline__ void make_gradients(const ChainRows& rows, ReverseExchange<kD>& exchange,
-                                                 float (&dz)[2][4], float (&dw)[4], float (&db)[4]) const {
+  template <class Exchange>
+  __device__ __forceinline__ void make_gradients(const ChainRows& rows, Exchange& exchange, float (&dz)[2][4],
+                                                 float (&dw)[4], float (&db)[4]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = at.row(0, half);
@@ -158,19 +168,28 @@ struct ReverseChain {
     }
   }
 
-  __device__ __forceinline__ void step(const ReverseSignals& signals, float eta, ReverseStage<kD>& stage,
-                                       ReverseExchange<kD>& exchange, State<kD>& dh, float (&dw)[4],
-                                       float (&db)[4]) const {
+  template <class Signals, class Exchange>
+  __device__ __forceinline__ void step(const Signals& signals, float eta, ReverseStage<kD>& stage, Exchange& exchange,
+                                       State<kD>& dh, float (&dw)[4], float (&db)[4]) const {
     LaneRows<kTileRows> F;
-    read_gradient(dh, stage, exchange, F);
     ChainRows rows;
+    if constexpr (Exchange::kGradientOverRows) {
+      load_rows(exchange, rows);
+      __syncwarp();  // before dh comes to lie there
+    }
+    read_gradient(dh, stage, exchange, F);
+    if constexpr (!Exchange::kGradientOverRows) load_rows(exchange, rows);
     put_row_sums(F, eta, exchange, rows);
-    const uint4 dyo = exchange.dyo[at.warp][at.lane];
+    uint4 dyo = exchange.dyo(at.warp, at.lane);
     uint32_t transposed[4];
     transpose_rows(dyo, transposed);
     add_to_gradient(p.scale, transposed, stage.q(), dh);
     signals.row_sums.wait();  // B
 
+    if constexpr (kD > 64) {  // once more: the state leaves no registers for them
+      load_rows(exchange, rows);
+      dyo = exchange.dyo(at.warp, at.lane);
+    }
     float dz[2][4], total[4];
     make_gradients(rows, exchange, dz, dw, db);
     float all[8];
@@ -178,7 +197,7 @@ struct ReverseChain {
     for (int i = 0; i < 8; ++i) all[i] = dz[i / 4][i % 4];
     const float unit = unit_of<kType>(all);
     const uint4 operand = pack_rows<kType>(dz, 1.0f / unit, columns);
-    exchange.dz[at.warp][at.lane] = operand;
+    exchange.dz(at.warp, at.lane) = operand;
     exchange.dz_unit[at.warp] = unit;
     transpose_rows(operand, transposed);
     add_to_gradient(unit, transposed, stage.k(), dh);
@@ -187,12 +206,12 @@ struct ReverseChain {
   }
 };
 
-template <DType kType, int kD, int kGroups, bool kFull>
+// The mini-batches go round the groups of partners.
+template <DType kType, int kD, bool kFull, class Signals, class Shared>
 __device__ __forceinline__ void run_reverse_chain(const ReverseArgs& args, const SequenceSpan& span, int64_t sequence,
-                                                  int head, const Lane& at, int threads,
-                                                  ReverseShared<kD, kGroups>& shared) {
+                                                  int head, const Lane& at, int threads, const Signals& signals,
+                                                  Shared& shared) {
   const DeviceProblem& p = args.chain.problem;
-  const ReverseSignals signals{threads};
   const ReverseOrder order(span);
   const Columns<kFull> columns(p, head, at);
   float ww = 0.0f;
@@ -213,10 +232,10 @@ __device__ __forceinline__ void run_reverse_chain(const ReverseArgs& args, const
     chain.step(signals, rows.eta[order.tokens(t) - 1], rows, shared.exchange[group][buffer], dh, dw, db);
     signals.done.arrive(turn);
     turn = (turn + 1) % kTurns;
-    if (++group == kGroups) {
+    if (++group == Shared::kGroups) {
       group = 0;
-      buffer = buffer + 1 == kGroupBuffers<kD> ? 0 : buffer + 1;
-      stage = stage + 1 == kGroupStages<kD> ? 0 : stage + 1;
+      buffer = buffer + 1 == Shared::kBuffers ? 0 : buffer + 1;
+      stage = stage + 1 == Shared::kStages ? 0 : stage + 1;
     }
   }
   dh.store(args.chain, sequence, head, at);

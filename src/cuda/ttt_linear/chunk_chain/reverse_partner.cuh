@@ -78,7 +78,7 @@ class ReverseLoader {
       gather_tile<kTileRows, kD>(tile, x, offset, rows, 0, D, thread_, threads_);
       return;
     }
-    const auto* data = x.present() ? static_cast<const uint16_t*>(x.data) + offset : args_.kept.h;
+    const auto* data = x.present() ? static_cast<const uint16_t*>(x.data) + offset : args_.kept.h(0);
 #pragma unroll 1
     for (int i = thread_; i < kTileRows * kSegments; i += threads_) {
       const int row = i / kSegments, segment = i % kSegments;
@@ -89,11 +89,11 @@ class ReverseLoader {
 
   // h of the columns that exist, and c.
   __device__ __forceinline__ void copy_state(ReverseStage<kD>& stage) const {
-    const char* h = reinterpret_cast<const char*>(args_.kept.h + number_ * kD * kD) + 16 * thread_;
+    const char* h = reinterpret_cast<const char*>(args_.kept.h(number_)) + 16 * thread_;
     const uint32_t to = shared_address(stage.h) + 16 * static_cast<uint32_t>(thread_);
 #pragma unroll
     for (int i = 0; i < kD / 16; ++i) copy_async(to + 16 * i * threads_, h + 16 * i * threads_, true);
-    const char* c = reinterpret_cast<const char*>(args_.kept.c + number_ * kD) + 16 * thread_;
+    const char* c = reinterpret_cast<const char*>(args_.kept.c(number_)) + 16 * thread_;
     if (thread_ < threads_ / 8) copy_async(shared_address(stage.c) + 16 * thread_, c, true);
   }
 
@@ -150,12 +150,7 @@ struct ReversePartner {
       }
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) P[i / 4][i % 4] = lower(i, fmaf(p.scale, P[i / 4][i % 4], 1.0f));
-  }
-
-  // Element i of the C tiles of a matrix [16 x 16], or 0 above its diagonal.
-  __device__ __forceinline__ float lower(int i, float value) const {
-    return 8 * (i / 4) + 2 * at.t + i % 2 <= at.row(0, i / 2 % 2) ? value : 0.0f;
+    for (int i = 0; i < 8; ++i) P[i / 4][i % 4] = lower(at, i, fmaf(p.scale, P[i / 4][i % 4], 1.0f));
   }
 
   // x, u, and the warp's share of the sums of y, x y, w^2 x and w^2 x^2.
@@ -182,8 +177,8 @@ struct ReversePartner {
         own[half][3] = fmaf(x[half][e], ww_x, own[half][3]);
       }
       r[half] = norm.y;
-      exchange.x[at.warp][half][at.lane] = four_of(x[half]);
-      exchange.u[at.warp][half][at.lane] = four_of(u[half]);
+      exchange.x(at.warp, half, at.lane) = four_of(x[half]);
+      exchange.u(at.warp, half, at.lane) = four_of(u[half]);
     }
     float total[4];
     const int half = sum_over_quad(own, at, total);
@@ -303,10 +298,10 @@ struct ReversePartner {
       }
     }
     const uint4 operand = pack_rows<kType>(dyo, 1.0f, columns);
-    exchange.dyo[at.warp][at.lane] = operand;
+    exchange.dyo(at.warp, at.lane) = operand;
     uint32_t transposed[4], M[4];
     transpose_rows(operand, transposed);
-    const float unit = transpose_weighted(P, eta, M);
+    const float unit = transpose_weighted<kType>(P, eta, M);
     float moves[2][4] = {};
     mma<kType>(moves[0], M, transposed[0], transposed[2]);
     mma<kType>(moves[1], M, transposed[1], transposed[3]);
@@ -318,28 +313,13 @@ struct ReversePartner {
     }
   }
 
-  // (diag(eta) X)^T of a matrix [16 x 16] in C tiles as an A fragment, in units that are returned.
-  __device__ __forceinline__ float transpose_weighted(const float (&X)[2][4], const float (&eta)[2],
-                                                      uint32_t (&a)[4]) const {
-    float weighted[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) weighted[i] = eta[i / 2 % 2] * X[i / 4][i % 4];
-    const float unit = unit_of<kType>(weighted), inverse = 1.0f / unit;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int from = i % 2 * 4 + i / 2 * 2;  // tokens of rows and columns change places
-      a[i] = transpose_8x8(pack<kType>(inverse * weighted[from], inverse * weighted[from + 1]));
-    }
-    return unit;
-  }
-
   // Dm = lower(dyo n^T) of all columns, in every warp; Dm^T eta for dk, and deta.
   __device__ __forceinline__ void make_moves(const float (&P)[2][4], const float (&eta)[2],
                                              ReverseExchange<kD>& exchange, float (&Dm)[2][4]) const {
 #pragma unroll
     for (int w = 0; w < kSteps; ++w) {
       if (!kFull && w >= warps) break;
-      const uint4 rows = exchange.dyo[w][at.lane], n = exchange.n[w][at.lane];
+      const uint4 rows = exchange.dyo(w, at.lane), n = exchange.n[w][at.lane];
       const uint32_t a[4] = {rows.x, rows.y, rows.z, rows.w};
       mma<kType>(Dm[0], a, n.x, n.z);
       mma<kType>(Dm[1], a, n.y, n.w);
@@ -347,7 +327,7 @@ struct ReversePartner {
     float sums_of_rows[2] = {};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      Dm[i / 4][i % 4] = lower(i, kGradientUnit<kType> * Dm[i / 4][i % 4]);
+      Dm[i / 4][i % 4] = lower(at, i, kGradientUnit<kType> * Dm[i / 4][i % 4]);
       sums_of_rows[i / 2 % 2] = fmaf(Dm[i / 4][i % 4], P[i / 4][i % 4], sums_of_rows[i / 2 % 2]);
     }
     if (at.warp != 0) return;
@@ -357,7 +337,7 @@ struct ReversePartner {
       if (at.t == 0) exchange.deta[at.row(0, half)] = -sum;
     }
     uint32_t a[4];
-    const float unit = transpose_weighted(Dm, eta, a);
+    const float unit = transpose_weighted<kType>(Dm, eta, a);
     exchange.eta_Dm[at.lane] = make_uint4(a[0], a[1], a[2], a[3]);
     exchange.eta_Dm_unit = unit;
   }
@@ -369,7 +349,7 @@ struct ReversePartner {
 #pragma unroll
     for (int w = 0; w < kSteps; ++w) {
       if (!kFull && w >= warps) break;
-      multiply_transposed<kType>(reads, exchange.dyo[w][at.lane], stage.state(), w, at.warp, at.lane);
+      multiply_transposed<kType>(reads, exchange.dyo(w, at.lane), stage.state(), w, at.warp, at.lane);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) all[i] = Dm[i / 4][i % 4];
@@ -450,8 +430,8 @@ struct ReversePartner {
     for (int w = 0; w < kSteps; ++w) {
       if (!kFull && w >= warps) break;
       float reads[2][4] = {};
-      multiply_transposed<kType>(reads, exchange.dz[w][at.lane], stage.state(), w, at.warp, at.lane);
-      multiply_transposed<kType>(writes, exchange.n[w][at.lane], StateTile<kD>{exchange.dh}, w, at.warp, at.lane);
+      multiply_transposed<kType>(reads, exchange.dz(w, at.lane), stage.state(), w, at.warp, at.lane);
+      multiply_transposed<kType>(writes, exchange.n[w][at.lane], exchange.gradient(), w, at.warp, at.lane);
 #pragma unroll
       for (int i = 0; i < 8; ++i) dk[i / 4][i % 4] = fmaf(exchange.dz_unit[w], reads[i / 4][i % 4], dk[i / 4][i % 4]);
     }
@@ -500,7 +480,7 @@ __device__ __forceinline__ void run_reverse_group(const ReverseArgs& args, const
     *reinterpret_cast<float4*>(&partner.sums.b[at.column]) = four_of(columns.b);
   }
   float dw[4] = {}, db[4] = {};
-  constexpr int kStages = kGroupStages<kD>, kBuffers = kGroupBuffers<kD>;
+  constexpr int kStages = ReverseShared<kD, kGroups>::kStages, kBuffers = ReverseShared<kD, kGroups>::kBuffers;
   // The mini-batch to prepare is t. The first turn of the loop only starts copies, the last one only finishes.
   int stage = kStages - 1, next = 0, before = kStages - 2, buffer = kBuffers - 1,
       turn = (group + kTurns - kGroups) % kTurns;

@@ -3,6 +3,8 @@
 
 #include "cuda/common/warp_roles.cuh"
 #include "cuda/ttt_linear/chunk_chain/backward.cuh"
+#include "cuda/ttt_linear/chunk_chain/solo_rows.cuh"
+#include "cuda/ttt_linear/chunk_chain/turn_signal.cuh"
 #include "cuda/ttt_linear/chunk_rows.cuh"
 
 namespace fastweight::cuda::ttt {
@@ -10,22 +12,8 @@ namespace {
 
 // What the warps tell each other (warp_roles.cuh), by the number of the mini-batch in the order of the chain. A group
 // prepares t + 2 before it knows that t is done, so the signals of its mini-batches alternate.
-constexpr int kTurns = 2 * kMostGroups;
+static_assert(kTurns == 2 * kMostGroups);
 enum { kPrepared = 1, kDone = kPrepared + kTurns, kRowSums = kDone + kTurns, kGroupRows };
-
-template <int kFirst>
-struct TurnSignal {
-  int threads;
-
-  __device__ __forceinline__ void arrive(int turn) const {
-    const int i = turn % kTurns;
-    i < 2 ? AlternatingSignal<kFirst>{threads}.arrive(i) : AlternatingSignal<kFirst + 2>{threads}.arrive(i);
-  }
-  __device__ __forceinline__ void wait(int turn) const {
-    const int i = turn % kTurns;
-    i < 2 ? AlternatingSignal<kFirst>{threads}.wait(i) : AlternatingSignal<kFirst + 2>{threads}.wait(i);
-  }
-};
 
 struct ReverseSignals {
   int threads;  // of the chain, and of a group
@@ -58,15 +46,21 @@ struct ReverseOrder {
 
 // The fragment of 16 tokens and the warp's columns; number 2 m + half has the tokens of `half` and columns 2m, 2m + 1 of
 // each lane. And transposed: the left operand of x^T k, which is also the right one of P x.
-template <DType kType, bool kFull>
-__device__ __forceinline__ uint4 pack_rows(const float (&x)[2][4], float factor, const Columns<kFull>& columns) {
+template <DType kType>
+__device__ __forceinline__ uint4 pack_rows(const float (&x)[2][4], float factor) {
   uint32_t a[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float* pair = &x[i % 2][i / 2 * 2];
-    a[i] = columns.masked_pair(i / 2, pack<kType>(factor * pair[0], factor * pair[1]));
+    a[i] = pack<kType>(factor * pair[0], factor * pair[1]);
   }
   return make_uint4(a[0], a[1], a[2], a[3]);
+}
+template <DType kType, bool kFull>
+__device__ __forceinline__ uint4 pack_rows(const float (&x)[2][4], float factor, const Columns<kFull>& columns) {
+  const uint4 a = pack_rows<kType>(x, factor);
+  return make_uint4(columns.masked_pair(0, a.x), columns.masked_pair(0, a.y), columns.masked_pair(1, a.z),
+                    columns.masked_pair(1, a.w));
 }
 __device__ __forceinline__ void transpose_rows(const uint4& a, uint32_t (&transposed)[4]) {
   transposed[0] = transpose_8x8(a.x);
@@ -87,6 +81,26 @@ __device__ __forceinline__ float unit_of(const float (&x)[kCount]) {
     most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, distance));
   }
   return fmaxf(__uint_as_float(__float_as_uint(most) & 0x7f800000u), 0x1p-100f);
+}
+
+// Element i of the C tiles of a matrix [16 x 16], or 0 above its diagonal.
+__device__ __forceinline__ float lower(const Lane& at, int i, float value) {
+  return 8 * (i / 4) + 2 * at.t + i % 2 <= at.row(0, i / 2 % 2) ? value : 0.0f;
+}
+
+// (diag(eta) X)^T of a matrix [16 x 16] in C tiles as an A fragment, in units that are returned.
+template <DType kType>
+__device__ __forceinline__ float transpose_weighted(const float (&X)[2][4], const float (&eta)[2], uint32_t (&a)[4]) {
+  float weighted[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) weighted[i] = eta[i / 2 % 2] * X[i / 4][i % 4];
+  const float unit = unit_of<kType>(weighted), inverse = 1.0f / unit;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int from = i % 2 * 4 + i / 2 * 2;  // tokens of rows and columns change places
+    a[i] = transpose_8x8(pack<kType>(inverse * weighted[from], inverse * weighted[from + 1]));
+  }
+  return unit;
 }
 
 // c += rows of `a` times a state, or its gradient, along the columns of warp w: the 16 keys [16 m, 16 m + 16).
@@ -122,27 +136,6 @@ __device__ __forceinline__ void store_keys(const DeviceTensor& x, int64_t offset
     if (row >= count || column >= D) continue;
     store_float(x.data, x.dtype, offset + row * x.strides[1] + column * x.strides[3], values[i / 4][i % 4]);
   }
-}
-
-__device__ __forceinline__ void load_four(const float4& from, float (&values)[4]) {
-  values[0] = from.x;
-  values[1] = from.y;
-  values[2] = from.z;
-  values[3] = from.w;
-}
-__device__ __forceinline__ float4 four_of(const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); }
-
-// Sums over the four lanes of a row of numbers of tokens g and g + 8; the lane gets those of the half that is returned.
-template <int kCount>
-__device__ __forceinline__ int sum_over_quad(const float (&own)[2][kCount], const Lane& at, float (&total)[kCount]) {
-  const int half = at.t % 2;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    total[i] = half == 0 ? own[0][i] : own[1][i];
-    total[i] += __shfl_xor_sync(kAllLanes, half == 0 ? own[1][i] : own[0][i], 1);
-    total[i] += __shfl_xor_sync(kAllLanes, total[i], 2);
-  }
-  return half;
 }
 
 // Sums over the rows of a warp's columns to one row of shared memory, in fp64.

@@ -75,15 +75,15 @@ struct Adjoint {
 // The state that another forward has kept.
 __device__ __forceinline__ void load_tile(const KeptTiles& tiles, int64_t number, int D, DType dtype,
                                           const MiniBatch& mb) {
-  const int width = round_up_to_4(D), padded = tiles.padded_dim;
-  const uint16_t* h = tiles.h + number * padded * padded;
+  const int width = round_up_to_4(D);
+  const uint16_t* h = tiles.h(number);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < width * width; i += static_cast<int>(blockDim.x)) {
     const int key = i % width, column = i / width;
     mb.h.at(key, column) = key < D && column < D ? load_float(h, dtype, tiles.element(key, column)) : 0.0f;
   }
   for (int i = static_cast<int>(threadIdx.x); i < width; i += static_cast<int>(blockDim.x)) {
-    mb.c[i] = i < D ? tiles.c[number * padded + i] : 0.0f;
+    mb.c[i] = i < D ? tiles.c(number)[i] : 0.0f;
   }
 }
 

@@ -17,9 +17,8 @@ TilesConfig config_of(const TttLinearBackwardProblem& problem) {
 }
 
 void take_scratch(ScratchLayout& layout, const DeviceProblem& p, KeptTiles& kept) {
-  const int64_t count = most_mini_batches(p.sequences, p.mini_batch) * p.num_heads, width = kept.padded_dim;
-  kept.h = layout.take<uint16_t>(count * width * width);
-  kept.c = layout.take<float>(count * width);
+  const int64_t count = most_mini_batches(p.sequences, p.mini_batch) * p.num_heads;
+  kept.data = layout.take<int32_t>(count * KeptTiles::words(kept.padded_dim));
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ TilesConfig tiles_config(int64_t head_dim, int32_t mini_batch, size_t available_
 }
 
 std::string declines_chunk_tiles(const TttLinearForwardProblem& problem) {
-  if (const std::string reason = beyond_all_kernels(problem); !reason.empty()) return reason;
+  if (const std::string reason = keeps_nothing(problem); !reason.empty()) return reason;
   const TensorView& q = problem.args.in.q;
   const int32_t mini_batch = problem.args.options.mini_batch;
   if (q.dtype != DType::kBF16 && q.dtype != DType::kF16) return "q, k and v must be bf16 or fp16";

@@ -9,7 +9,7 @@ namespace {
 template <DType kType, int kD>
 __device__ __forceinline__ void keep_state(const State<kD>& state, const Lane& at, int64_t number,
                                            const KeptTiles& kept) {
-  auto* h = reinterpret_cast<uint32_t*>(kept.h + number * kD * kD + KeptTiles::offset(kD, at.warp, 0)) + at.lane;
+  auto* h = reinterpret_cast<uint32_t*>(kept.h(number) + KeptTiles::offset(kD, at.warp, 0)) + at.lane;
 #pragma unroll
   for (int m = 0; m < kD / 16; ++m) {
     uint32_t b[4];
@@ -18,7 +18,7 @@ __device__ __forceinline__ void keep_state(const State<kD>& state, const Lane& a
     for (int i = 0; i < 4; ++i) h[128 * m + 32 * i] = b[i];
   }
   if (at.g == 0) {
-    *reinterpret_cast<float4*>(kept.c + number * kD + at.column) =
+    *reinterpret_cast<float4*>(kept.c(number) + at.column) =
         make_float4(state.c[0], state.c[1], state.c[2], state.c[3]);
   }
 }

@@ -1,0 +1,7 @@
+#include "cuda/ttt_linear/chunk_chain/keep_states.cuh"
+
+namespace fastweight::cuda::ttt {
+
+template void launch_keep_states<DType::kF16>(const ChainConfig& config, const ChunkArgs& args, const Context& context);
+
+}  // namespace fastweight::cuda::ttt
