@@ -85,6 +85,21 @@ def test_environment():
         assert all("ran simd" in line for line in found)
 
 
+def test_logging_that_was_set_up_before():
+    script = """
+import logging, sys
+logging.basicConfig(stream=sys.stderr)
+logging.getLogger("fastweight").setLevel(logging.DEBUG)
+import torch, fastweight
+fastweight.ops.l2norm(torch.ones(2, 4))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    assert re.search("DEBUG:fastweight:l2norm_forward .*ran simd", result.stderr)
+
+
 def test_compiled_calls_are_seen():
     compiled = torch.compile(ops.l2norm, fullgraph=True, backend="aot_eager")
     compiled(X["q"])

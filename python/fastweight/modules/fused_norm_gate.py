@@ -80,6 +80,20 @@ class FusedRMSNormGated(RMSNorm):
         return f"{super().extra_repr()}, activation={self.activation}"
 
 
+class FusedRMSNormSwishGate(FusedRMSNormGated):
+    """`FusedRMSNormGated` with silu, by its older name."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, eps, device=device, dtype=dtype)
+
+
 def _check(activation: str) -> None:
     if activation not in GATES:
         raise ValueError(f"activation: expected one of {', '.join(GATES)}, got {activation!r}")
