@@ -10,6 +10,8 @@ import re
 import pytest
 import torch
 
+import fastweight
+
 RECORDED = json.loads((pathlib.Path(__file__).parent / "fla_signatures.json").read_text())
 
 # Functions that launch one kernel of fla's, and others that no user of the operators calls.
@@ -68,6 +70,14 @@ def test_the_record_is_walked():
                 with pytest.raises((AttributeError, ModuleNotFoundError)):
                     found(module, name)
     assert len(list(entries())) > 70
+
+
+@pytest.mark.parametrize("name", fastweight.ops.__all__)
+def test_checkers_of_types_can_unpack_results(name):
+    """How many results there are depends on switches, which a union of tuples would let no caller unpack."""
+    returned = str(inspect.signature(getattr(fastweight.ops, name)).return_annotation)
+    assert returned.count("tuple[") <= 1, returned
+    assert not returned.startswith("Tensor | tuple"), returned
 
 
 @pytest.mark.parametrize(

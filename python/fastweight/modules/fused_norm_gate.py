@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ def rms_norm_gated(
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     """`(weight * x / sqrt(mean(x^2) + eps) + bias) * activation(g)` over the last axis, in the type of x.
 
     Args:
@@ -73,7 +75,7 @@ class FusedRMSNormGated(RMSNorm):
         residual: Tensor | None = None,
         prenorm: bool = False,
         residual_in_fp32: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | Any:
         return normalised(x, self.weight, None, residual, self.eps, prenorm, residual_in_fp32, g, self.activation)
 
     def extra_repr(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ def rms_norm(
     eps: float = 1e-5,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     """`weight * x / sqrt(mean(x^2) + eps) + bias` over the last axis, in the type of x.
 
     Args:
@@ -107,7 +109,7 @@ class RMSNorm(nn.Module):
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | Any:
         return normalised(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32)
 
     def extra_repr(self) -> str:

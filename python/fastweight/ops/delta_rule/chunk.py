@@ -31,7 +31,7 @@ def chunk_delta_rule(
     return_intermediate_states: bool = False,
     chunk_size: int = 64,
     head_first: bool | None = None,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Any, ...]:
     """The delta rule over whole sequences.
 
     Args:

@@ -41,7 +41,7 @@ def chunk_gated_delta_rule(
     chunk_size: int = 64,
     transpose_state_layout: bool | None = None,
     head_first: bool | None = None,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Any, ...]:
     """The gated delta rule over whole sequences.
 
     Args:

@@ -42,7 +42,7 @@ def chunk_kda(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     transpose_state_layout: bool | None = None,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Any, ...]:
     """KDA over whole sequences.
 
     Args:
