@@ -53,6 +53,15 @@ def _takes_short_conv(mode: str, x: Tensor, weight: Tensor, activation: str | No
     return activation in ACTIVATIONS and weight.shape[-1] <= _MAX_CONV_SIZE and _takes("short_conv", mode, x)
 
 
+def _context(function: str, takes: bool) -> _cp.CPContext | None:
+    """The context to run over, if there is one. A call that does not run over its ranks would take their tokens for
+    whole sequences."""
+    context = _cp.active_context()
+    if context is not None and not takes:
+        raise NotImplementedError(f"context_parallel: expected calls that run over ranks, got this one of {function}")
+    return context
+
+
 # transformers -------------------------------------------------------------------------------------------------------
 
 
@@ -73,10 +82,11 @@ def _offsets(cu_seqlens: Tensor | None, kwargs: dict) -> Tensor | None:
 def _causal_conv1d_fn(original):
     @functools.wraps(original)
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):
-        if not _takes_short_conv("forward", hidden_states, weight, activation):
+        takes = _takes_short_conv("forward", hidden_states, weight, activation)
+        context = _context("causal_conv1d_fn", takes)
+        if not takes:
             return original(hidden_states, weight, bias, activation=activation, **kwargs)
         x = hidden_states.transpose(1, 2)  # they have the channels first
-        context = _cp.active_context()
         offsets = _offsets(None, kwargs) if context is None else None
         y, _ = ops.causal_conv1d(x, weight, bias, activation=activation, cu_seqlens=offsets, cp_context=context)
         return y.transpose(1, 2)
@@ -87,6 +97,7 @@ def _causal_conv1d_fn(original):
 def _causal_conv1d_update(original):
     @functools.wraps(original)
     def causal_conv1d_update(hidden_states, conv_state, weight, bias=None, activation=None):
+        _context("causal_conv1d_update", False)
         if (
             torch.is_grad_enabled()
             or not _takes_short_conv("step", hidden_states, weight, activation)
@@ -108,9 +119,10 @@ def _rule(ours, *positional):
         def rule(query, key, value, g, beta, *arguments, **kwargs):
             options = dict(zip(positional, arguments, strict=False)) | kwargs
             state = options.get("initial_state")
-            if not _takes_delta_rule(key):
+            takes = _takes_delta_rule(key)
+            context = _context(original.__name__, takes and "chunk_size" in positional)
+            if not takes:
                 return original(query, key, value, g, beta, *arguments, **kwargs)
-            context = _cp.active_context() if "chunk_size" in positional else None
             parallel = {} if context is None else {"cp_context": context}
             return ours(
                 query,
@@ -155,8 +167,11 @@ def _fla_rule(ours):
     def make(original):
         @functools.wraps(original)
         def rule(q, k, v, *arguments, **options):
-            function = ours if _takes_delta_rule(k) else original
-            return function(q, k, v, *arguments, **options)
+            takes = _takes_delta_rule(k)
+            context = _context(ours.__name__, takes and ours.__name__.startswith("chunk"))
+            if context is not None:
+                options |= {"cp_context": context, "cu_seqlens": None}
+            return (ours if takes else original)(q, k, v, *arguments, **options)
 
         return rule
 
@@ -176,8 +191,11 @@ def _fla_causal_conv1d(original):
         **options,
     ):
         arguments = (x, weight, bias, residual, initial_state, output_final_state, activation)
-        function = ops.causal_conv1d if _takes_short_conv("forward", x, weight, activation) else original
-        return function(*arguments, **options)
+        takes = _takes_short_conv("forward", x, weight, activation)
+        context = _context("causal_conv1d", takes)
+        if context is not None:
+            options |= {"cp_context": context, "cu_seqlens": None}
+        return (ops.causal_conv1d if takes else original)(*arguments, **options)
 
     return causal_conv1d
 
@@ -185,6 +203,7 @@ def _fla_causal_conv1d(original):
 def _fla_causal_conv1d_update(original):
     @functools.wraps(original)
     def causal_conv1d_update(x, cache, residual=None, weight=None, bias=None, activation=None):
+        _context("causal_conv1d_update", False)
         if not _takes_short_conv("step", x, weight, activation):
             return original(x, cache, residual, weight, bias, activation)
         # One token for each sequence, packed or not.
@@ -300,7 +319,8 @@ def accelerate() -> list[str]:
     `fastweight.ops.cp.context_parallel` their operators run over the ranks of the context. Calling it again does no
     harm.
 
-    Calls that fastweight has no kernel for keep the original function, such as query heads wider than 256.
+    Calls that fastweight has no kernel for keep the original function, such as query heads wider than 256; inside
+    `context_parallel` these, and steps of decoding, are a `NotImplementedError`.
 
     Returns:
         The functions that have been replaced so far; those of modules that are imported later come on top.

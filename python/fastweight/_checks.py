@@ -31,6 +31,12 @@ def no_head_first(head_first: bool | None) -> None:
         raise DeprecationWarning("head_first: expected none, there is one layout [B, T, H, ..]")
 
 
+def four_axes(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected rank 4, got shape {list(x.shape)}")
+
+
 def sequences(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> None:
     if cu_seqlens is None:
         return
@@ -71,16 +77,17 @@ def one_dtype(q: Tensor, k: Tensor, v: Tensor, error: type[Exception]) -> tuple[
 
 
 def any_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors in one type: under autocast its own, else the widest of theirs."""
-    dtypes = {x.dtype for x in tensors if x is not None}
-    if len(dtypes) == 1:
+    """The tensors in one type: under autocast its own, else the widest of theirs. What is no floating type stays as it
+    is, for the library to refuse."""
+    dtypes = {x.dtype for x in tensors if x is not None and x.is_floating_point()}
+    if len(dtypes) <= 1:
         return tensors
     device = tensors[0].device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     else:
         dtype = functools.reduce(torch.promote_types, dtypes)
-    return tuple(None if x is None else x.to(dtype) for x in tensors)
+    return tuple(x.to(dtype) if x is not None and x.is_floating_point() else x for x in tensors)
 
 
 def power_of_two(chunk_size: int | None) -> None:

@@ -205,6 +205,8 @@ def build_cp_context(
         The context of this rank: `shard(x)` has its tokens of x.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError("group: expected one that this process is in, got another")
     error, offsets, bounds = None, None, []
     try:
         offsets = _checked_offsets(cu_seqlens, cu_seqlens_cpu)

@@ -40,7 +40,7 @@ def argument_names(operator: str) -> list[str]:
     return [argument.name for argument in getattr(operators, operator).default._schema.arguments]
 
 
-# What the library's names for arguments are in Python, by family; None: in all.
+# What the library's names for arguments are in Python, by family or operator; None: in all.
 _NAMES = {
     None: {
         "a_log": "A_log",
@@ -57,14 +57,17 @@ _NAMES = {
     "scaled_dot_kkt": {"gamma": "g"},
     "wy": {"gamma": "g", "j": "A"},
     "solve_tril": {"a": "A"},
+    "rms_norm": {"gate": "g"},
+    "delta_rule_map_forward": {"q": "k"},
+    "delta_rule_map_backward": {"v": "d_o"},
 }
-_SUFFIXES = re.compile("_(forward|differentiable|backward|step)$")
+_SUFFIXES = re.compile("_(forward|differentiable|backward|step|in_place)$")
 
 
 def _in_python(operator: str, text: str) -> str:
     """A message with the names that the arguments have in Python: at its start, where it says whose fault it is, and,
     if no other word is spelt like them, anywhere."""
-    names = _NAMES[None] | _NAMES.get(_SUFFIXES.sub("", operator), {})
+    names = _NAMES[None] | _NAMES.get(_SUFFIXES.sub("", operator), {}) | _NAMES.get(operator, {})
     name, colon, rest = text.partition(":")
     text = names.get(name, name) + colon + rest
     return re.sub(rf"\b({'|'.join(_NAMES[None])})\b", lambda match: _NAMES[None][match[0]], text)

@@ -24,25 +24,19 @@ def _receive(line: bytes) -> None:
     logger.debug(line.decode().removeprefix("fastweight: "))
 
 
-class _Logger(logging.Logger):
+logger = logging.getLogger("fastweight")
+_set_level = logger.setLevel
+
+
+def _set_level_and_log(level: int | str) -> None:
     """Lines are made where this logger itself has the level DEBUG, and cost nothing elsewhere."""
-
-    def setLevel(self, level) -> None:  # noqa: N802
-        super().setLevel(level)
-        wanted = logging.NOTSET < self.level <= logging.DEBUG
-        _library.fastweight_set_log(_receive if wanted else _Log())
+    _set_level(level)
+    wanted = logging.NOTSET < logger.level <= logging.DEBUG
+    _library.fastweight_set_log(_receive if wanted else _Log())
 
 
-def _make_logger() -> logging.Logger:
-    usual = logging.getLoggerClass()
-    logging.setLoggerClass(_Logger)
-    try:
-        return logging.getLogger("fastweight")
-    finally:
-        logging.setLoggerClass(usual)
-
-
-logger = _make_logger()
+logger.setLevel = _set_level_and_log
+logger.setLevel(logger.level)  # which may have been set before this import
 if os.environ.get("FASTWEIGHT_VERBOSE", "0") not in ("", "0"):
     _handler = logging.StreamHandler(sys.stderr)
     _handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))

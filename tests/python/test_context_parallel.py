@@ -5,6 +5,7 @@ import functools
 import itertools
 import pathlib
 import random
+import sys
 import time
 import types
 import unittest.mock
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ranks
-from fastweight import _delta_rule, layers, ops
+from fastweight import _accelerate, _delta_rule, layers, ops
 from fastweight._cp_context import cut, spans_of
 from fastweight.ops.cp import build_cp_context, context_parallel
 
@@ -355,6 +356,34 @@ def a_model_of_transformers():
             assert distance(parameter.grad, gradients[name]) < 1e-4, name
     with pytest.raises(TypeError, match="cp_context: expected what"), context_parallel(None):
         pass
+    # A step sees the tokens of this rank alone.
+    module = sys.modules[type(model).__module__]
+    q = torch.zeros(1, 1, 2, 16)
+    with context_parallel(context), pytest.raises(NotImplementedError, match="context_parallel: .*recurrent_gated"):
+        module.torch_recurrent_gated_delta_rule(q, q, q, q[..., 0], q[..., 0], None, False)
+
+
+def functions_of_fla():
+    """Its layers have no argument for a context: what they call gets it, or refuses."""
+
+    def original(*args, **kwargs):
+        raise AssertionError
+
+    lengths = LENGTHS["spanning"]
+    context = build_cp_context(torch.tensor(offsets_of(lengths)))
+    for case in (delta_rule, gated_delta_rule, kda, convolution):
+        function, x, options = prepared(case, lengths, torch.float32, False)
+        expected, _ = function(**x, **options, cu_seqlens=torch.tensor(offsets_of(lengths)))
+        x = {name: context.shard(value) if name in PER_TOKEN else value for name, value in x.items()}
+        with context_parallel(context):
+            o, _ = _accelerate._FLA[function.__name__](original)(**x, **options, cu_seqlens=context.cu_seqlens)
+        assert distance(o, context.shard(expected)) < 1e-5, case.__name__
+    with context_parallel(context):
+        for name in ("fused_recurrent_gated_delta_rule", "causal_conv1d_update"):
+            with pytest.raises(NotImplementedError, match=f"context_parallel: .* {name}"):
+                _accelerate._FLA[name](original)(*[torch.zeros(1, 1, 1, 8)] * 5)
+        with pytest.raises(NotImplementedError, match="context_parallel: .* chunk_kda"):
+            _accelerate._FLA["chunk_kda"](original)(*[torch.zeros(1, 1, 1, 257)] * 5)
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------
@@ -385,6 +414,11 @@ def refusals():
         expected = message if rank == 1 else r"expected every rank to accept its arguments, got a refusal of \[1\]"
         with pytest.raises((TypeError, ValueError), match=expected):
             build_cp_context(**arguments)
+
+    others = dist.new_group([0, 1])
+    if rank == 2:
+        with pytest.raises(ValueError, match="group: expected one that this process is in"):
+            build_cp_context(cu_seqlens, others)
 
     context = build_cp_context(cu_seqlens, conv1d_kernel_size=4)
     function, x, options = prepared(delta_rule, [40, 60], torch.float32, False)
@@ -555,6 +589,10 @@ def test_layers_and_states():
 def test_a_model_of_transformers():
     pytest.importorskip("transformers")
     ranks.run(2, a_model_of_transformers)
+
+
+def test_functions_of_fla():
+    ranks.run(2, functions_of_fla)
 
 
 def test_refusals():

@@ -11,6 +11,7 @@ import torch
 
 import fastweight
 from fastweight import ops
+from fastweight.modules.fused_norm_gate import rms_norm_gated, rms_norm_gated_
 from helpers import draw, leaves
 
 X = {name: value.float() for name, value in draw("gated_delta_rule", T=40).items()}
@@ -84,6 +85,21 @@ def test_environment():
         assert all("ran simd" in line for line in found)
 
 
+def test_logging_that_was_set_up_before():
+    script = """
+import logging, sys
+logging.basicConfig(stream=sys.stderr)
+logging.getLogger("fastweight").setLevel(logging.DEBUG)
+import torch, fastweight
+fastweight.ops.l2norm(torch.ones(2, 4))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    assert re.search("DEBUG:fastweight:l2norm_forward .*ran simd", result.stderr)
+
+
 def test_compiled_calls_are_seen():
     compiled = torch.compile(ops.l2norm, fullgraph=True, backend="aot_eager")
     compiled(X["q"])
@@ -107,6 +123,50 @@ def test_names_in_errors():
         ops.fused_recurrent_gla(q, q, q, q[..., :7])
     with pytest.raises(ValueError, match="g: expected shape"):
         ops.chunk_scaled_dot_kkt_fwd(q, q[..., 0][:, :3], torch.ones(1, 4, 1))
+    with pytest.raises(ValueError, match=r"beta: expected rank 3, got shape \[1, 4\]"):
+        ops.chunk_scaled_dot_kkt_fwd(q, beta=torch.ones(1, 4))
+    with pytest.raises(ValueError, match=r"k: expected rank 4"):
+        ops.delta_rule_map(q[0], q[0])
+    with pytest.raises(ValueError, match=r"d_o: expected shape \[1, 4, 1, 8\], got \[1, 3, 1, 8\]"):
+        ops.delta_rule_map_backward(q, q, q[:, :3])
+    with pytest.raises(ValueError, match=r"x: expected 8 channels, got shape \[2, 5\]"):
+        ops.causal_conv1d_update(torch.ones(2, 5), torch.ones(2, 8, 4), weight=torch.ones(8, 4))
+    for norm in (rms_norm_gated, rms_norm_gated_):
+        with pytest.raises(ValueError, match=r"g: expected shape \[1, 4, 1, 8\], got \[1, 3, 1, 8\]"):
+            norm(q, q[:, :3], None)
+    with pytest.raises(AssertionError, match=r"residual: expected shape \[1, 4, 1, 8\], got \[8\]"):
+        rms_norm_gated(q, q, None, residual=q[0, 0, 0])
+    for gate in ("g", "gk"):
+        x = {"q": q, "k": q, "v": q, "g": q[..., 0], "gk": q}
+        with pytest.raises(ValueError, match=rf"{gate}: expected shape"):
+            ops.fused_recurrent_gated_delta_rule(**x | {gate: x[gate][:, :3]})
+
+
+@pytest.mark.parametrize("name", ["chunk_delta_rule", "chunk_gated_delta_rule", "chunk_kda"])
+def test_ranks_in_errors(name):
+    q = torch.zeros(1, 4, 1, 8)
+    x = {"q": q, "k": q, "v": q, "beta": q[..., 0]}
+    if name != "chunk_delta_rule":
+        x["g"] = q if name == "chunk_kda" else q[..., 0]
+    for argument in ("q", "v"):
+        with pytest.raises(ValueError, match=rf"{argument}: expected rank 4, got shape \[4, 8\]"):
+            getattr(ops, name)(**x | {argument: q[0, :, 0]})
+
+
+@pytest.mark.parametrize("name", ["delta_rule", "kda", "gla", "simple_gla", "linear_attn", "comba", "dplr_delta_rule"])
+def test_integers_are_refused(name):
+    """Where types may be mixed, too."""
+    q = torch.zeros(1, 4, 1, 8)
+    extra = {
+        "delta_rule": {"beta": q[..., 0]},
+        "kda": {"g": q, "beta": q[..., 0]},
+        "comba": {"p": q, "g": q[..., 0]},
+        "dplr_delta_rule": {"a": q, "b": q, "gk": q},
+    }
+    for argument in ("q", "k", "v"):
+        x = {"q": q, "k": q, "v": q} | extra.get(name, {})
+        with pytest.raises(ValueError, match=rf"{argument}: expected .*, got int64"):
+            getattr(ops, f"fused_recurrent_{name}")(**x | {argument: x[argument].long()})
 
 
 def test_version_and_types():

@@ -10,6 +10,8 @@ import re
 import pytest
 import torch
 
+import fastweight
+
 RECORDED = json.loads((pathlib.Path(__file__).parent / "fla_signatures.json").read_text())
 
 # Functions that launch one kernel of fla's, and others that no user of the operators calls.
@@ -24,7 +26,7 @@ INNER = re.compile(
 # What is not here.
 ABSENT = re.compile(
     r"delta_rule_parallel|(layer|group)_norm.*|rms_norm_(ref|linear|swish_gate_linear)"
-    r"|(GroupNorm|LayerNorm|RMSNormLinear|NormParallel|FusedLayerNorm|FusedRMSNormSwishGate|FusedRMSNormGatedLinear).*"
+    r"|(GroupNorm|LayerNorm|RMSNormLinear|NormParallel|FusedLayerNorm|FusedRMSNorm\w+Linear).*"
 )
 # Where fla's path is that of a kernel's launcher.
 PATHS = {"modules.conv.triton.ops": "modules.conv.causal_conv1d"}
@@ -44,7 +46,7 @@ def found(module, name):
     return target
 
 
-@pytest.mark.parametrize(("module", "name", "parameters"), entries())
+@pytest.mark.parametrize(("module", "name", "parameters"), list(entries()))
 def test_signature(module, name, parameters):
     ours = inspect.signature(found(module, name)).parameters
     ours = [parameter for key, parameter in ours.items() if key != "self"]
@@ -70,6 +72,14 @@ def test_the_record_is_walked():
     assert len(list(entries())) > 70
 
 
+@pytest.mark.parametrize("name", fastweight.ops.__all__)
+def test_checkers_of_types_can_unpack_results(name):
+    """How many results there are depends on switches, which a union of tuples would let no caller unpack."""
+    returned = str(inspect.signature(getattr(fastweight.ops, name)).return_annotation)
+    assert returned.count("tuple[") <= 1, returned
+    assert not returned.startswith("Tensor | tuple"), returned
+
+
 @pytest.mark.parametrize(
     ("path", "names"),
     [
@@ -78,7 +88,8 @@ def test_the_record_is_walked():
         ("ops.gated_delta_rule.wy_fast", "fwd_recompute_w_u bwd_prepare_wy_repr"),
         ("ops.delta_rule.wy_fast", "fwd_prepare_wy_repr bwd_prepare_wy_repr fwd_recompute_w_u"),
         ("ops.kda", "chunk_kda fused_recurrent_kda"),
-        ("ops.cp", "build_cp_context CPContext context_parallel"),
+        ("ops.cp", "build_cp_context CPContext FLACPContext context_parallel"),
+        ("ops.cp.context", "build_cp_context FLACPContext"),
         ("ops.ttt", "chunk_ttt_linear fused_chunk_ttt_linear"),
         ("ops.gla", "chunk_gla fused_chunk_gla fused_recurrent_gla"),
         ("ops.simple_gla", "chunk_simple_gla fused_chunk_simple_gla fused_recurrent_simple_gla parallel_simple_gla"),
@@ -87,7 +98,7 @@ def test_the_record_is_walked():
         ("ops.linear_attn", "chunk_linear_attn fused_chunk_linear_attn fused_recurrent_linear_attn"),
         ("ops.utils", "chunk_global_cumsum_vector prepare_chunk_indices pack_sequence solve_tril get_max_num_splits"),
         ("ops", "chunk_gated_delta_rule chunk_kda chunk_gla chunk_comba chunk_delta_rule chunk_simple_gla"),
-        ("modules", "ShortConvolution FusedRMSNormGated RMSNorm L2Norm"),
+        ("modules", "ShortConvolution FusedRMSNormGated FusedRMSNormSwishGate RMSNorm L2Norm"),
         ("modules.convolution", "ShortConvolution causal_conv1d causal_conv1d_update"),
         ("modules.l2norm", "l2norm l2_norm"),
         ("layers", "DeltaNet GatedDeltaNet KimiDeltaAttention"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ def rms_norm_gated(
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     """`(weight * x / sqrt(mean(x^2) + eps) + bias) * activation(g)` over the last axis, in the type of x.
 
     Args:
@@ -73,11 +75,25 @@ class FusedRMSNormGated(RMSNorm):
         residual: Tensor | None = None,
         prenorm: bool = False,
         residual_in_fp32: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | Any:
         return normalised(x, self.weight, None, residual, self.eps, prenorm, residual_in_fp32, g, self.activation)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
+
+
+class FusedRMSNormSwishGate(FusedRMSNormGated):
+    """`FusedRMSNormGated` with silu, by its older name."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, eps, device=device, dtype=dtype)
 
 
 def _check(activation: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import _blocks
+from .. import _blocks, _checks
 from .._info import devices
 
 GATES = _blocks.NORM_GATES
@@ -26,7 +28,7 @@ def rms_norm(
     eps: float = 1e-5,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     """`weight * x / sqrt(mean(x^2) + eps) + bias` over the last axis, in the type of x.
 
     Args:
@@ -41,6 +43,11 @@ def rms_norm(
 
 def normalised(x, weight, bias, residual, eps, prenorm, residual_in_fp32, gate=None, activation="silu"):
     """The norm, gated where there is a gate: the library's, but for a bias and for what it has no kernel for."""
+    if gate is not None and gate.numel() != x.numel():
+        raise ValueError(f"g: expected shape {list(x.shape)}, got {list(gate.shape)}")
+    if residual is not None:
+        expected = f"residual: expected shape {list(x.shape)}, got {list(residual.shape)}"
+        _checks.require(residual.shape == x.shape, expected)
     total = x if residual is None else _wide(x) + _wide(residual)
     if bias is None and total.device.type in _DEVICES and not (x.is_cuda and x.dtype == torch.float64):
         rows = total if 2 <= total.dim() <= 5 else total.reshape(-1, total.shape[-1])
@@ -102,7 +109,7 @@ class RMSNorm(nn.Module):
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | Any:
         return normalised(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32)
 
     def extra_repr(self) -> str:

@@ -88,6 +88,8 @@ def causal_conv1d_update(
     """
     weight, shape = _weight(weight, cache, "cache"), x.shape
     packed = x.dim() > 2 and x.shape[0] == 1 and x.shape[1] == cache.shape[0] and cu_seqlens is None
+    if x.dim() == 2 and x.shape[1] != weight.shape[0]:
+        raise ValueError(f"x: expected {weight.shape[0]} channels, got shape {list(x.shape)}")
     if x.dim() == 2 or (packed and state_indices is None):
         x, residual = (None if rows is None else rows.reshape(-1, 1, weight.shape[0]) for rows in (x, residual))
     x, residual = (_rows(rows, weight) for rows in (x, residual))

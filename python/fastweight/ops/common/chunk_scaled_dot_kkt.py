@@ -34,4 +34,6 @@ def chunk_scaled_dot_kkt_fwd(
     Returns:
         `[B, T, HV, C]`: row t is the row of its chunk's matrix.
     """
+    if beta is not None and beta.dim() != 3:
+        raise ValueError(f"beta: expected rank 3, got shape {list(beta.shape)}")
     return _blocks.scaled_dot_kkt((k, beta, natural(g), cu_seqlens), chunk_size).to(output_dtype)

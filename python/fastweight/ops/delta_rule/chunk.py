@@ -31,7 +31,7 @@ def chunk_delta_rule(
     return_intermediate_states: bool = False,
     chunk_size: int = 64,
     head_first: bool | None = None,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Any, ...]:
     """The delta rule over whole sequences.
 
     Args:
@@ -80,6 +80,7 @@ def chunk_delta_rule(
 
 def inputs_of(q, k, v, beta, initial_state, cu_seqlens) -> tuple:
     """The inputs of the operator, for either form."""
+    _checks.four_axes(q=q, v=v)
     if v.shape[2] != q.shape[2]:
         raise ValueError(f"v: expected the {q.shape[2]} heads of q, got {v.shape[2]}")
     return q, k, v, None, beta, None, None, initial_state, cu_seqlens

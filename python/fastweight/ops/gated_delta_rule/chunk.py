@@ -41,7 +41,7 @@ def chunk_gated_delta_rule(
     chunk_size: int = 64,
     transpose_state_layout: bool | None = None,
     head_first: bool | None = None,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Any, ...]:
     """The gated delta rule over whole sequences.
 
     Args:
@@ -76,9 +76,10 @@ def chunk_gated_delta_rule(
         final state `[N, HV, K, V]` in fp32, or None; h `[B, NT, HV, K, V]` in the type of k.
     """
     state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
+    _checks.four_axes(q=q, k=k, v=v)
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"k: expected the {q.shape[2]} heads of q, got {k.shape[2]}")
-    if v.shape[2] % q.shape[2] != 0:
+    if q.shape[2] != 0 and v.shape[2] % q.shape[2] != 0:
         raise ValueError(f"v: expected a multiple of the {q.shape[2]} heads of q, got {v.shape[2]}")
     _checks.no_head_first(head_first)
     if chunk_size not in (16, 32, 64):

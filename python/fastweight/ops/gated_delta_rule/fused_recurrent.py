@@ -56,6 +56,11 @@ def fused_recurrent_gated_delta_rule(
     _checks.no_value_gate(gv)
     gate = _delta_rule.NONE if g is None else _delta_rule.PER_HEAD
     if gk is not None:
+        shape = [*v.shape[:3], k.shape[-1]]
+        if list(gk.shape) != shape or not gk.is_floating_point():
+            raise ValueError(f"gk: expected shape {shape} of a floating type, got {list(gk.shape)} of {gk.dtype}")
+        if g is not None and list(g.shape) != shape[:3]:
+            raise ValueError(f"g: expected shape {shape[:3]}, got {list(g.shape)}")
         if use_gate_in_kernel:
             g = fused_gdn_gate(g, A_log, dt_bias)
             use_gate_in_kernel, A_log, dt_bias = False, None, None

@@ -36,6 +36,8 @@ def fused_recurrent_gla(
     _checks.no_value_gate(gv)
     if gk is not None and gk.shape != q.shape:
         raise ValueError(f"gk: expected shape {list(q.shape)}, got {list(gk.shape)}")
+    if gk is not None and not gk.is_floating_point():
+        raise ValueError(f"gk: expected a floating type, got {gk.dtype}")
     return forward(q, k, v, gk, None, scale, initial_state, output_final_state, state_v_first, cu_seqlens, reverse)
 
 

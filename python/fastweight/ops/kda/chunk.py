@@ -42,7 +42,7 @@ def chunk_kda(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     transpose_state_layout: bool | None = None,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Any, ...]:
     """KDA over whole sequences.
 
     Args:
@@ -84,6 +84,7 @@ def chunk_kda(
         the second axis of h is `min(T, T // chunk_size + N)`, at least NT, and h is 0 from NT on.
     """
     state_v_first = _checks.v_first(state_v_first, transpose_state_layout)
+    _checks.four_axes(q=q, k=k, v=v)
     if cp_context is not None:
         cu_seqlens = _cp.local_offsets(cp_context, "q", q, cu_seqlens)
     _checks.sequences(q, initial_state, cu_seqlens)
@@ -108,7 +109,7 @@ def chunk_kda(
     B, T, H, K = q.shape
     HV = v.shape[2]
     _checks.require(K <= 256, f"q: expected a head width of at most 256, got {K}")
-    _checks.require(HV % H == 0, f"v: expected a multiple of the {H} heads of q, got {HV}")
+    _checks.require(H == 0 or HV % H == 0, f"v: expected a multiple of the {H} heads of q, got {HV}")
     _checks.require(g.shape == (B, T, HV, K), f"g: expected shape {[B, T, HV, K]}, got {list(g.shape)}")
     _checks.require(beta.shape == (B, T, HV), f"beta: expected shape {[B, T, HV]}, got {list(beta.shape)}")
     if return_intermediate_states:

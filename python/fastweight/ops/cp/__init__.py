@@ -4,8 +4,8 @@ Every rank calls `build_cp_context` with the offsets of all sequences, takes its
 gives the context to operators and layers as `cp_context`; models of other packages get it from `context_parallel`.
 """
 
-from .._cp import context_parallel
-from .._cp_context import CPContext, build_cp_context
+from ..._cp import context_parallel
+from ..._cp_context import CPContext, build_cp_context
 
 FLACPContext = CPContext  # as fla names it
 
