@@ -6,6 +6,7 @@
 
 #include "core/delta_rule_problem.h"
 #include "cuda/delta_rule/chunk_16bit/gradient.cuh"
+#include "cuda/delta_rule/chunk_sm90/segments.h"
 
 namespace fastweight::cuda::chunk_16bit {
 
@@ -13,10 +14,12 @@ struct BackKernels {
   // Value columns that the scan back publishes together, where the gradients of a chunk begin when it has left them; 0: they
   // begin when it has ended.
   int ready_columns;
-  int gradients_on_one;                                // blocks of the gradients on a multiprocessor
-  bool sums_keys;                                      // whether these leave sums of dq and dk in memory
-  std::function<void(const ChunkArgs&)> scan_states;   // over all chunks, as in the forward: the states before them
-  std::function<void(const GradientArgs&)> scan_back;  // over a window
+  int gradients_on_one;  // blocks of the gradients on a multiprocessor
+  bool sums_keys;        // whether these leave sums of dq and dk in memory
+  int segment_chunks;    // as in forward_in_windows
+  // Over all chunks, as in the forward: the states before them.
+  std::function<void(const chunk_sm90::ForwardArgs&)> scan_states;
+  std::function<void(const GradientArgs&)> scan_back;                  // over a window
   std::function<void(const GradientArgs&, int64_t blocks)> gradients;  // of its chunks, with sums of so many blocks
 };
 

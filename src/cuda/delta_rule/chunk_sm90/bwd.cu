@@ -13,6 +13,7 @@
 #include "cuda/delta_rule/chunk_sm90/scan_back.h"
 #include "cuda/delta_rule/chunk_sm90/scan_back_per_channel.h"
 #include "cuda/delta_rule/chunk_sm90/scan_per_channel.h"
+#include "cuda/delta_rule/chunk_sm90/segments.h"
 #include "cuda/delta_rule/kernels.h"
 
 namespace fastweight::cuda::chunk_sm90 {
@@ -58,8 +59,8 @@ WindowMaps window_maps(const DeltaRuleBackward& call, const GradientArgs& args) 
           rows_map(args.Y, dtype, kChunkRows, items.slots)};
 }
 
-void scan_states(const DeltaRuleBackwardProblem& problem, const ChunkArgs& args, const Context& context) {
-  const int columns = columns_of(problem);
+void scan_states(const DeltaRuleBackwardProblem& problem, const ForwardArgs& args, const Context& context) {
+  const int columns = forward_columns(args, context.device.index);
   const ScanMaps maps = scan_maps(problem.args.in, {}, args);
   problem.args.in.k.dtype == DType::kBF16 ? launch_scan<DType::kBF16>(args, maps, columns, {}, context)
                                           : launch_scan<DType::kF16>(args, maps, columns, {}, context);
@@ -95,8 +96,8 @@ void gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args
                                   : launch_gradients<DType::kF16>(args, maps, blocks, context);
 }
 
-void scan_channel_states(const DeltaRuleBackwardProblem& problem, const ChunkArgs& args, const Context& context) {
-  const int columns = columns_of(problem);
+void scan_channel_states(const DeltaRuleBackwardProblem& problem, const ForwardArgs& args, const Context& context) {
+  const int columns = forward_columns(args, context.device.index);
   const ChannelScanMaps maps = channel_scan_maps(problem.args.in, {}, args);
   problem.args.in.k.dtype == DType::kBF16 ? launch_channel_scan<DType::kBF16>(args, maps, columns, context)
                                           : launch_channel_scan<DType::kF16>(args, maps, columns, context);
@@ -189,18 +190,22 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
                              in.q.device.index);
 }
 
-std::string config_text(const DeltaRuleBackwardProblem& problem) {
-  return "K " + std::to_string(kWidth) + ", columns " + std::to_string(columns_of(problem));
+std::string config_text(const DeltaRuleBackwardProblem& problem, const Context& context) {
+  const int segments = segment_chunks_of(problem, context);
+  return "K " + std::to_string(kWidth) + ", columns " + std::to_string(columns_of(problem)) +
+         (segments > 0 ? ", segments of " + std::to_string(segments) + " chunks" : "");
 }
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
+  const int segments = segment_chunks_of(problem, context);
   if (chunk_16bit::has_decay_per_channel(problem)) {
     chunk_16bit::backward_in_windows(
         problem,
         {.ready_columns = 0,
          .gradients_on_one = kChannelGradientsOnOne,
          .sums_keys = problem.sizes.group > 1,
-         .scan_states = [&](const ChunkArgs& args) { scan_channel_states(problem, args, context); },
+         .segment_chunks = segments,
+         .scan_states = [&](const ForwardArgs& args) { scan_channel_states(problem, args, context); },
          .scan_back = [&](const GradientArgs& args) { scan_channels_back(problem, args, context); },
          .gradients = [&](const GradientArgs& args,
                           int64_t blocks) { channel_gradients(problem, args, blocks, context); }},
@@ -212,7 +217,8 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
       {.ready_columns = 0,
        .gradients_on_one = 1,
        .sums_keys = false,
-       .scan_states = [&](const ChunkArgs& args) { scan_states(problem, args, context); },
+       .segment_chunks = segments,
+       .scan_states = [&](const ForwardArgs& args) { scan_states(problem, args, context); },
        .scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); },
        .gradients = [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); }},
       context);

@@ -8,6 +8,7 @@
 #include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 #include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/delta_rule/chunk_sm90/scan_per_channel.h"
+#include "cuda/delta_rule/chunk_sm90/segments.h"
 #include "cuda/delta_rule/kernels.h"
 
 namespace fastweight::cuda::chunk_sm90 {
@@ -38,26 +39,31 @@ int64_t heads_of(const DeltaRuleForwardProblem& problem) {
   return problem.sizes.num_sequences * problem.sizes.num_value_heads;
 }
 
-int columns_of(const DeltaRuleForwardProblem& problem) {
-  return scan_columns(heads_of(problem), problem.args.in.q.device.index);
+int columns_of(const DeltaRuleForwardProblem& problem, const Context& context) {
+  return forward_columns(
+      chunk_16bit::with_segments(chunk_16bit::chunk_args(problem), segment_chunks_of(problem, context)),
+      context.device.index);
 }
 
 // Who keeps the factors keeps sP among them; blocks of 64 columns would make it twice.
-bool leaves_sP_to_scan(const DeltaRuleForwardProblem& problem) {
-  return columns_of(problem) == kWidth && !problem.args.kept.present();
+bool leaves_sP_to_scan(const DeltaRuleForwardProblem& problem, const Context& context) {
+  return columns_of(problem, context) == kWidth && !problem.args.kept.present();
 }
 
 // Where a scan that makes sP leaves multiprocessors idle, it begins when so many factors are there that the others can be
 // made on those beside it: 0.38 ms instead of 0.43 with 96 heads of 8192 tokens on an H200. Scans with narrow blocks lose
-// by it. With offsets chunks are numbered sequence after sequence, and the last one would wait for all factors.
-FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ChunkArgs& args, uint32_t* ready) {
+// by it. With offsets chunks are numbered sequence after sequence, and the last one would wait for all factors; so would the
+// last segment.
+FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ForwardArgs& args, bool with_sP,
+                         uint32_t* ready) {
   constexpr double kFactorsOfStep = 1.5;  // items that a multiprocessor makes while a block of the scan does a chunk
   const DeltaRuleDeviceProblem& p = args.problem;
   const int blocks = multiprocessors_of(problem);
-  FactorOrder order = one_by_one(args, !leaves_sP_to_scan(problem), blocks);
+  FactorOrder order = one_by_one(args, with_sP, blocks);
   const int groups = factor_groups(order.with_sP);
   const int64_t heads = heads_of(problem), idle = blocks - heads;
-  if (p.sequences.offsets != nullptr || order.with_sP || 16 * idle < blocks || order.pairs < 2 * groups * blocks)
+  if (p.sequences.offsets != nullptr || args.segments.chunks > 0 || order.with_sP || 16 * idle < blocks ||
+      order.pairs < 2 * groups * blocks)
     return order;
   const double beside = kFactorsOfStep * static_cast<double>(idle) / static_cast<double>(heads);
   order.first = std::max(static_cast<int>((1 - beside) * order.pairs), groups * blocks);
@@ -71,6 +77,11 @@ FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ChunkArgs
 // Few heads: narrow blocks, as long as each has a multiprocessor of its own.
 int scan_columns(int64_t heads, int device) {
   return 2 * heads <= device_attribute(cudaDevAttrMultiProcessorCount, device) ? kWidth / 2 : kWidth;
+}
+
+int forward_columns(const ForwardArgs& args, int device) {
+  const int64_t walks = count_walks(args.problem.sequences, args.segments.chunks * args.chunked.chunk_size);
+  return scan_columns(walks * args.problem.num_value_heads, device);
 }
 
 std::string declines_widths(const DeltaRuleSizes& sizes, int device) {
@@ -122,15 +133,16 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   return lacks_shared_memory(std::max({factors_bytes(true), factors_bytes(false), scan_bytes()}), in.q.device.index);
 }
 
-std::string config_text(const DeltaRuleForwardProblem& problem) {
-  return "K " + std::to_string(kWidth) + ", columns " + std::to_string(columns_of(problem)) + ", stages " +
-         std::to_string(kStages);
+std::string config_text(const DeltaRuleForwardProblem& problem, const Context& context) {
+  const int segments = segment_chunks_of(problem, context);
+  return "K " + std::to_string(kWidth) + ", columns " + std::to_string(columns_of(problem, context)) + ", stages " +
+         std::to_string(kStages) + (segments > 0 ? ", segments of " + std::to_string(segments) + " chunks" : "");
 }
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
-  const int columns = columns_of(problem);
+  const int columns = columns_of(problem, context), segments = segment_chunks_of(problem, context);
   if (chunk_16bit::has_decay_per_channel(problem)) {
-    chunk_16bit::forward_in_windows(problem, context, false, [&](const ChunkArgs& args, uint32_t*) {
+    chunk_16bit::forward_in_windows(problem, context, false, segments, [&](const ForwardArgs& args, uint32_t*) {
       chunk_16bit::compute_factors(problem, args, context);
       const ChannelScanMaps maps =
           args.num_chunks > 0 ? channel_scan_maps(problem.args.in, problem.args.o, args) : ChannelScanMaps{};
@@ -139,13 +151,13 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
     });
     return;
   }
-  const bool row_numbers = leaves_sP_to_scan(problem);
-  chunk_16bit::forward_in_windows(problem, context, row_numbers, [&](const ChunkArgs& args, uint32_t* flags) {
+  const bool row_numbers = leaves_sP_to_scan(problem, context);
+  const auto advance = [&](const ForwardArgs& args, uint32_t* flags) {
     ScanMaps maps{};
     FactorOrder order;
     if (args.num_chunks > 0) {
       maps = scan_maps(problem.args.in, problem.args.o, args);
-      order = factor_order(problem, args, flags);
+      order = factor_order(problem, args, !row_numbers, flags);
       if (order.ready != nullptr) clear_flags(args, flags, context);
       launch_factors(args, maps, order, context);
     }
@@ -154,7 +166,8 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
     } else {
       launch_scan<DType::kF16>(args, maps, columns, order, context);
     }
-  });
+  };
+  chunk_16bit::forward_in_windows(problem, context, row_numbers, segments, advance);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

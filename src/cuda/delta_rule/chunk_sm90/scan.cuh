@@ -22,6 +22,9 @@
 // Rows beyond the tokens of a chunk are zeros in k, q and v, whatever lies behind them in memory (token_map), and so are
 // the blocks of J and sP above their diagonals (lower_map), which nobody wrote.
 //
+// A scan of maps (segment_plan.h) has blocks of 128 columns of h or of M, whose values lie beyond the last column of v and are
+// therefore zeros, and two warpgroups with the three products of the state.
+//
 // A column's sums do not depend on other columns, nor on who makes them: how many columns a block has changes no bit.
 #pragma once
 
@@ -36,11 +39,14 @@ namespace {
 
 using chunk_16bit::kRowNumbers;
 
+// What a scan leaves behind: maps of segments, or outputs, for which sP is read or made.
+enum class Makes { kMaps, kOutputs, kOutputsAndP };
+
 // A block has two warpgroups that multiply and one more. kGroups of the two have the state.
-template <int kGroups, bool kMakesP>
+template <int kGroups, Makes kMakes>
 struct Block {
-  static_assert(kGroups == 2 || (kGroups == 1 && !kMakesP));
-  static constexpr bool kHasScores = kMakesP;
+  static_assert(kGroups == 2 || (kGroups == 1 && kMakes == Makes::kOutputs));
+  static constexpr bool kMakesMaps = kMakes == Makes::kMaps, kMakesP = kMakes == Makes::kOutputsAndP;
   static constexpr int kWarps = 2 * kGroupWarps;  // that multiply
   static constexpr int kThreads = 3 * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
@@ -50,14 +56,16 @@ struct Block {
 
   // The operands of a chunk.
   struct alignas(1024) Stage {
-    unsigned char k[KeyTile::kBytes], q[KeyTile::kBytes], v[kGroups][ValueTile::kBytes];
-    unsigned char J[LowerTile::kBytes], sP[LowerTile::kBytes];
+    unsigned char k[KeyTile::kBytes], q[kMakesMaps ? 1024 : KeyTile::kBytes], v[kGroups][ValueTile::kBytes];
+    unsigned char J[LowerTile::kBytes], sP[kMakesMaps ? 1024 : LowerTile::kBytes];  // no maps need q or sP
     float token[kTokenFactors * kChunkRows];
     float row[kRowNumbers * kChunkRows];  // where sP is made
   };
-  static constexpr uint32_t kStageBytes = 2 * KeyTile::kBytes + kGroups * ValueTile::kBytes + LowerTile::kBytes +
-                                          sizeof(Stage::token) + kTotalBytes +
-                                          (kMakesP ? sizeof(Stage::row) : LowerTile::kBytes);
+  static constexpr uint32_t kStageBytes = (kMakesMaps ? 1 : 2) * KeyTile::kBytes + kGroups * ValueTile::kBytes +
+                                          LowerTile::kBytes + sizeof(Stage::token) + kTotalBytes +
+                                          (kMakesMaps ? 0
+                                           : kMakesP  ? sizeof(Stage::row)
+                                                      : LowerTile::kBytes);
 
   // What one warpgroup hands to the other, if it does; `there` and `taken` are phases of every chunk.
   template <class Tile>
@@ -76,7 +84,7 @@ struct Block {
     float total[kStages][4];
     QuerySquares squares[kMakesP ? 2 : 1];
     TransactionBarrier filled[kStages], made[kStages], free[kStages];
-    chunk_16bit::BlockWork work;
+    ForwardWork work;
   };
 };
 
@@ -109,9 +117,9 @@ __device__ __forceinline__ void wait_for_factors(const uint32_t* ready, int64_t 
 // The operands of chunk c to the ring, a share of them by one thread of each of three warps: to start all copies takes one
 // thread as long as a chunk takes the others. The first announces them all.
 template <class Shape>
-__device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready,
+__device__ __forceinline__ void bring_share(const ForwardArgs& args, const ScanMaps& maps, const uint32_t* ready,
                                             typename Shape::Shared& s, int share, int c, Turn& turn) {
-  const auto& [part, walk] = s.work;
+  const auto& [part, walk, ends] = s.work;
   const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
   const RowsPlace rows = rows_of(args, walk, c, share == 0 ? part.key_head : part.head);
   const int at = turn.stage;
@@ -123,7 +131,7 @@ __device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMap
   if (share == 0) {
     filled.arrive_expecting(Shape::kStageBytes);
     load_panels(KeyTile(stage.k), maps.k, 0, rows, filled);
-    load_panels(KeyTile(stage.q), maps.q, 0, rows, filled);
+    if constexpr (!Shape::kMakesMaps) load_panels(KeyTile(stage.q), maps.q, 0, rows, filled);
   } else if (share == 1) {
 #pragma unroll
     for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
@@ -132,21 +140,21 @@ __device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMap
     load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows, sizeof(stage.token),
                filled);
     load_bytes(shared_address(s.total[at]), args.factors.total + item * 4, kTotalBytes, filled);
-    if constexpr (Shape::kHasScores) {
+    if constexpr (Shape::kMakesP) {
       load_bytes(shared_address(stage.row), args.factors.row + item * kRowNumbers * kChunkRows, sizeof(stage.row),
                  filled);
     }
   } else {
     load_lower(stage.J, maps.J, static_cast<int>(item), filled);
-    if constexpr (!Shape::kHasScores) load_lower(stage.sP, maps.sP, static_cast<int>(item), filled);
+    if constexpr (!Shape::kMakesMaps && !Shape::kMakesP) load_lower(stage.sP, maps.sP, static_cast<int>(item), filled);
   }
 }
 
 // The outputs of chunk c from shared memory to its rows.
 template <class Shape>
-__device__ __forceinline__ void store_output(const ChunkArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
+__device__ __forceinline__ void store_output(const ForwardArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
                                              int c, Turn& turn) {
-  const auto& [part, walk] = s.work;
+  const auto& [part, walk, ends] = s.work;
   const RowsPlace at = rows_of(args, walk, c, part.head);
   s.o_there.wait(turn.outputs);
   turn.outputs ^= 1;
@@ -175,10 +183,10 @@ struct StageScores {
 };
 
 // The third warpgroup.
-template <DType kType, int kGroups, bool kMakesP>
+template <DType kType, int kGroups, Makes kMakes>
 struct ServiceGroup {
-  using Shape = Block<kGroups, kMakesP>;
-  const ChunkArgs& args;
+  using Shape = Block<kGroups, kMakes>;
+  const ForwardArgs& args;
   const ScanMaps& maps;
   const uint32_t* ready;
   typename Shape::Shared& s;
@@ -198,7 +206,7 @@ struct ServiceGroup {
     Turn turn;
     if (warp < kShares) {
       for (int c = 0; c < chunks; ++c) bring(c, turn);
-    } else {
+    } else if constexpr (!Shape::kMakesMaps) {
       for (int c = 0; c < chunks; ++c) store(c, turn);
     }
   }
@@ -263,10 +271,10 @@ __device__ __forceinline__ void round_write(int m, float2 w_low, float2 w_high, 
 }
 
 // A warpgroup that multiplies.
-template <DType kType, int kGroups, bool kMakesP>
+template <DType kType, int kGroups, Makes kMakes>
 struct WorkGroup {
-  using Shape = Block<kGroups, kMakesP>;
-  const ChunkArgs& args;
+  using Shape = Block<kGroups, kMakes>;
+  const ForwardArgs& args;
   typename Shape::Shared& s;
   int group, warp, lane;  // the warp within the warpgroup
 
@@ -276,7 +284,7 @@ struct WorkGroup {
   // Which 64 columns of the block.
   __device__ __forceinline__ int range() const { return kGroups == 2 ? group : 0; }
   __device__ __forceinline__ StateColumns<kGroups> columns() const {
-    return {args, part(), walk(), range(), warp, lane};
+    return {args, part(), walk(), s.work.ends, range(), warp, lane};
   }
 
   // o^T to shared memory, from where it is stored.
@@ -346,7 +354,7 @@ struct WorkGroup {
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kWidth>(S, wR[m], k.along_columns(0, m));
       wgmma_commit();
-      if constexpr (kMakesP) s.made[turn.stage].wait(turn.parity);
+      if constexpr (Shape::kMakesP) s.made[turn.stage].wait(turn.parity);
       scale_outputs(token, O);
       wgmma_fence(O, R);
 #pragma unroll
@@ -390,16 +398,20 @@ struct WorkGroup {
     arrive(handed.taken);
   }
 
-  // With 64 columns: the products of the state. A product begins with the first 16 tokens of its left operand,
-  // while the next ones are rounded.
+  // With 64 columns, and of maps: the products of the state. A product begins with the first 16 tokens of its left
+  // operand, while the next ones are rounded.
   __device__ __forceinline__ void run_state() const {
     Turn turn;
     StateSums S = {};
-    columns().load_first_state(S);
+    if constexpr (Shape::kMakesMaps) {
+      columns().begin_map(S);
+    } else {
+      columns().load_first_state(S);
+    }
     Fragments<kKeySteps> rS;
     round_sums<kType, kKeySteps>(S, rS);
     for (int c = 0; c < walk().chunks; ++c, turn.next()) {
-      columns().save_chunk_state(c, rS, S);
+      if constexpr (!Shape::kMakesMaps) columns().save_chunk_state(c, rS, S);
       auto& stage = s.stage[turn.stage];
       const float* token = stage.token;
       const KeyTile k(stage.k);
@@ -412,10 +424,10 @@ struct WorkGroup {
       wgmma_commit();
       Values values;
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) values.load(m, ValueTile(stage.v[0]), token, warp, lane);
-      hand(s.S, StateTile(s.S.tile), turn, rS);
+      for (int m = 0; m < kTokenSteps; ++m) values.load(m, ValueTile(stage.v[range()]), token, warp, lane);
+      if constexpr (!Shape::kMakesMaps) hand(s.S, StateTile(s.S.tile), turn, rS);
       wgmma_wait<0>(X);
-      Fragments<kTokenSteps> bD, R, wR;
+      Fragments<kTokenSteps> bD, wR;
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) {
         values.template correct<kType>(m, X, bD[m]);
@@ -435,13 +447,20 @@ struct WorkGroup {
         wgmma<kType, kWidth>(S, wR[m], k.along_columns(0, m));
       }
       wgmma_commit();
-      round_sums<kType, kTokenSteps>(Y, R);
-      hand(s.R, WritesTile(s.R.tile), turn, R);
+      if constexpr (!Shape::kMakesMaps) {
+        Fragments<kTokenSteps> R;
+        round_sums<kType, kTokenSteps>(Y, R);
+        hand(s.R, WritesTile(s.R.tile), turn, R);
+      }
       wgmma_wait<0>(S);
       round_sums<kType, kKeySteps>(S, rS);
       arrive(s.free[turn.stage]);
     }
-    columns().save_state(walk().chunks, true, S);
+    if constexpr (Shape::kMakesMaps) {
+      columns().end_map(S);
+    } else {
+      columns().save_state(walk().chunks, true, S);
+    }
   }
 
   // With 64 columns: the outputs.
@@ -476,10 +495,11 @@ struct WorkGroup {
 };
 
 // A block per part.
-template <DType kType, int kGroups, bool kMakesP>
-__global__ void __launch_bounds__(Block<kGroups, kMakesP>::kThreads, 1)
-    scan_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, const uint32_t* ready) {
-  using Shape = Block<kGroups, kMakesP>;
+template <DType kType, int kGroups, Makes kMakes>
+__global__ void __launch_bounds__(Block<kGroups, kMakes>::kThreads, 1)
+    scan_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ ScanMaps maps,
+                const uint32_t* ready) {
+  using Shape = Block<kGroups, kMakes>;
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -494,13 +514,14 @@ __global__ void __launch_bounds__(Block<kGroups, kMakesP>::kThreads, 1)
   }
   // Beside the factors: their blocks have waited for all kernels before them when this one begins.
   if (ready == nullptr) wait_for_previous_kernels();
-  chunk_16bit::begin_work(args, blockIdx.x, args.problem.head_dim_v, Shape::kColumns, s.work);
+  if (threadIdx.x == 0) s.work = forward_part_at<Shape::kMakesMaps>(args, blockIdx.x, Shape::kColumns);
+  __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kWarps) {
     give_registers<Shape::kOtherRegisters>();
-    const ServiceGroup<kType, kGroups, kMakesP> service{args, maps, ready, s, warp - Shape::kWarps, lane};
+    const ServiceGroup<kType, kGroups, kMakes> service{args, maps, ready, s, warp - Shape::kWarps, lane};
     if (s.work.walk.exists) {
-      if constexpr (kMakesP) {
+      if constexpr (Shape::kMakesP) {
         service.serve_with_scores();
       } else {
         service.serve();
@@ -508,9 +529,11 @@ __global__ void __launch_bounds__(Block<kGroups, kMakesP>::kThreads, 1)
     }
   } else {
     take_registers<Shape::kWorkRegisters>();
-    const WorkGroup<kType, kGroups, kMakesP> work{args, s, warp / kGroupWarps, warp % kGroupWarps, lane};
+    const WorkGroup<kType, kGroups, kMakes> work{args, s, warp / kGroupWarps, warp % kGroupWarps, lane};
     if (s.work.walk.exists) {
-      if constexpr (kGroups == 2) {
+      if constexpr (Shape::kMakesMaps) {
+        work.run_state();
+      } else if constexpr (kGroups == 2) {
         work.run();
       } else {
         warp < kGroupWarps ? work.run_state() : work.run_outputs();
@@ -520,26 +543,30 @@ __global__ void __launch_bounds__(Block<kGroups, kMakesP>::kThreads, 1)
   wait_for_previous_kernels();
 }
 
-template <DType kType, int kGroups, bool kMakesP>
-void launch_scan_of(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready, const Context& context) {
-  using Shape = Block<kGroups, kMakesP>;
-  const auto parts = static_cast<unsigned>(count_parts(args.problem, Shape::kColumns));
-  launch<scan_kernel<kType, kGroups, kMakesP>>("delta_rule chunk_sm90 scan", context,
-                                               {parts, Shape::kThreads, sizeof(typename Shape::Shared), true}, args,
-                                               maps, ready);
+template <DType kType, int kGroups, Makes kMakes>
+void launch_scan_of(const ForwardArgs& args, const ScanMaps& maps, const uint32_t* ready, const Context& context) {
+  using Shape = Block<kGroups, kMakes>;
+  const auto parts = static_cast<unsigned>(count_forward_parts<Shape::kMakesMaps>(args, Shape::kColumns));
+  launch<scan_kernel<kType, kGroups, kMakes>>("delta_rule chunk_sm90 scan", context,
+                                              {parts, Shape::kThreads, sizeof(typename Shape::Shared), true}, args,
+                                              maps, ready);
 }
 
 }  // namespace
 
 template <DType kType>
-void launch_scan(const ChunkArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
+void launch_scan(const ForwardArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
                  const Context& context) {
+  if (args.segments.chunks > 0) {
+    launch_scan_of<kType, 2, Makes::kMaps>(args, maps, order.ready, context);
+    launch_compose(args, context);
+  }
   if (columns == kGroupColumns) {
-    launch_scan_of<kType, 1, false>(args, maps, order.ready, context);
+    launch_scan_of<kType, 1, Makes::kOutputs>(args, maps, order.ready, context);
   } else if (order.with_sP) {
-    launch_scan_of<kType, 2, false>(args, maps, order.ready, context);
+    launch_scan_of<kType, 2, Makes::kOutputs>(args, maps, order.ready, context);
   } else {
-    launch_scan_of<kType, 2, true>(args, maps, order.ready, context);
+    launch_scan_of<kType, 2, Makes::kOutputsAndP>(args, maps, order.ready, context);
   }
 }
 

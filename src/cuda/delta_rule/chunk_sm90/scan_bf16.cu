@@ -3,10 +3,11 @@
 namespace fastweight::cuda::chunk_sm90 {
 
 size_t scan_bytes() {
-  return std::max({sizeof(Block<1, false>::Shared), sizeof(Block<2, false>::Shared), sizeof(Block<2, true>::Shared)});
+  return std::max({sizeof(Block<1, Makes::kOutputs>::Shared), sizeof(Block<2, Makes::kOutputs>::Shared),
+                   sizeof(Block<2, Makes::kOutputsAndP>::Shared)});
 }
 
-template void launch_scan<DType::kBF16>(const ChunkArgs& args, const ScanMaps& maps, int columns,
+template void launch_scan<DType::kBF16>(const ForwardArgs& args, const ScanMaps& maps, int columns,
                                         const FactorOrder& order, const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -15,7 +15,8 @@
 //     solve    query, J              until R is there
 //     write    writer, sP, e_n       until the chunk's end
 //
-// Rows beyond the tokens of a chunk are zeros in the copies of the keys and in v.
+// Rows beyond the tokens of a chunk are zeros in the copies of the keys and in v. A scan of maps (segment_plan.h) has neither
+// O nor its operands.
 #pragma once
 
 #include <algorithm>
@@ -28,12 +29,12 @@ namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
 // A block has kGroups warpgroups of the state, and one more, of which one warp has work.
-template <int kGroups>
+template <int kGroups, bool kMaps>
 struct ChannelBlock {
   static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
-  static constexpr int kStateRegisters = 232, kOtherRegisters = 40;
+  static constexpr int kStateRegisters = 224, kOtherRegisters = 56;
   static_assert(2 * kStateRegisters + kOtherRegisters <= 3 * 168);
   static constexpr int kReadDepth = 3, kDepth = kGroups == 2 ? 2 : 3;
 
@@ -41,12 +42,14 @@ struct ChannelBlock {
     unsigned char reader[KeyTile::kBytes], v[kGroups][ValueTile::kBytes];
   };
   struct Solve {
-    unsigned char query[KeyTile::kBytes], J[LowerTile::kBytes];
+    unsigned char query[kMaps ? 1024 : KeyTile::kBytes], J[LowerTile::kBytes];
   };
   struct Write {
-    unsigned char writer[KeyTile::kBytes], sP[LowerTile::kBytes];
+    unsigned char writer[KeyTile::kBytes], sP[kMaps ? 1024 : LowerTile::kBytes];
   };
   static constexpr uint32_t kBetaBytes = kChunkRows * sizeof(float), kTotalBytes = kWidth * sizeof(float);
+  static constexpr uint32_t kSolveBytes = LowerTile::kBytes + (kMaps ? 0 : KeyTile::kBytes);
+  static constexpr uint32_t kWriteBytes = KeyTile::kBytes + kTotalBytes + (kMaps ? 0 : LowerTile::kBytes);
 
   struct alignas(1024) Shared {
     Read read[kReadDepth];
@@ -57,6 +60,7 @@ struct ChannelBlock {
     alignas(16) float total[kDepth][kWidth];
     RingBarriers<kReadDepth> of_read;
     RingBarriers<kDepth> of_solve, of_write;
+    ForwardWork work[kGroups];  // of a warpgroup: here it takes no registers
   };
 
   struct Turns {
@@ -73,12 +77,13 @@ struct ChannelBlock {
 // The warp that brings the operands, by one lane
 // ------------------------------------------------------------------------------------
 
-template <int kGroups>
-__device__ __forceinline__ void bring_channel_operands(const ChunkArgs& args, const ChannelScanMaps& maps,
-                                                       int64_t parts, typename ChannelBlock<kGroups>::Shared& s) {
-  using Shape = ChannelBlock<kGroups>;
+template <int kGroups, bool kMaps>
+__device__ __forceinline__ void bring_channel_operands(const ForwardArgs& args, const ChannelScanMaps& maps,
+                                                       int64_t parts,
+                                                       typename ChannelBlock<kGroups, kMaps>::Shared& s) {
+  using Shape = ChannelBlock<kGroups, kMaps>;
   typename Shape::Turns turn;
-  for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
+  for_each_forward_part<kMaps>(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
     for (int c = 0; c < walk.chunks; ++c, turn.next()) {
       const int item = static_cast<int>(args.factors_at(walk.first_chunk + c) + part.head);
       const RowsPlace values = rows_of(args, walk, c, part.head);
@@ -100,16 +105,16 @@ __device__ __forceinline__ void bring_channel_operands(const ChunkArgs& args, co
       {
         TransactionBarrier& filled = s.of_solve.filled[at];
         s.of_solve.free[at].wait(parity);
-        filled.arrive_expecting(sizeof(typename Shape::Solve));
-        load_copy(s.solve[at].query, maps.keys, kQuery, item, filled);
+        filled.arrive_expecting(Shape::kSolveBytes);
+        if constexpr (!kMaps) load_copy(s.solve[at].query, maps.keys, kQuery, item, filled);
         load_lower(s.solve[at].J, maps.J, item, filled);
       }
       {
         TransactionBarrier& filled = s.of_write.filled[at];
         s.of_write.free[at].wait(parity);
-        filled.arrive_expecting(sizeof(typename Shape::Write) + Shape::kTotalBytes);
+        filled.arrive_expecting(Shape::kWriteBytes);
         load_copy(s.write[at].writer, maps.keys, kWriter, item, filled);
-        load_lower(s.write[at].sP, maps.sP, item, filled);
+        if constexpr (!kMaps) load_lower(s.write[at].sP, maps.sP, item, filled);
         load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * kWidth, Shape::kTotalBytes,
                    filled);
       }
@@ -140,10 +145,10 @@ __device__ __forceinline__ void correct_values(const ValueTile& values, const fl
   }
 }
 
-template <DType kType, int kGroups>
+template <DType kType, int kGroups, bool kMaps>
 struct ChannelStateGroup {
   const StateColumns<kGroups>& own;
-  typename ChannelBlock<kGroups>::Shared& s;
+  typename ChannelBlock<kGroups, kMaps>::Shared& s;
   const TensorMap& o_map;
   bool leader;  // the thread that stores o
 
@@ -164,16 +169,20 @@ struct ChannelStateGroup {
   }
 
   // One part. S and O of a chunk are handed to the next one rounded, as in scan.cuh.
-  __device__ __forceinline__ void run(typename ChannelBlock<kGroups>::Turns& turn) const {
+  __device__ __forceinline__ void run(typename ChannelBlock<kGroups, kMaps>::Turns& turn) const {
     const Walk& walk = own.walk;
     const int warp = own.warp, lane = own.lane;
     StateSums S = {};
-    own.load_first_state(S);
+    if constexpr (kMaps) {
+      own.begin_map(S);
+    } else {
+      own.load_first_state(S);
+    }
     Fragments<kKeySteps> rS;
     round_sums<kType, kKeySteps>(S, rS);
-    Fragments<kTokenSteps> rO;
+    [[maybe_unused]] Fragments<kTokenSteps> rO;
     for (int c = 0; c < walk.chunks; ++c, turn.next()) {
-      own.save_chunk_state(c, rS, S);
+      if constexpr (!kMaps) own.save_chunk_state(c, rS, S);
       const int first = turn.read.at, at = turn.other.at;
       const KeyTile reader(s.read[first].reader), query(s.solve[at].query), writer(s.write[at].writer);
       const LowerTile J(s.solve[at].J), sP(s.write[at].sP);
@@ -183,16 +192,21 @@ struct ChannelStateGroup {
 #pragma unroll
       for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(X, rS[m], reader.along_rows(0, m), m > 0);
       wgmma_commit();
-      if (c > 0) store_outputs(rO, c - 1);
-      s.of_solve.filled[at].wait(turn.other.parity);
-      wgmma_fence(O);
+      if constexpr (kMaps) {
+        wgmma_wait<0>(X);
+      } else {
+        if (c > 0) store_outputs(rO, c - 1);
+        s.of_solve.filled[at].wait(turn.other.parity);
+        wgmma_fence(O);
 #pragma unroll
-      for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(O, rS[m], query.along_rows(0, m), m > 0);
-      wgmma_commit();
-      wgmma_wait<1>(X);
+        for (int m = 0; m < kKeySteps; ++m) wgmma<kType, kChunkRows>(O, rS[m], query.along_rows(0, m), m > 0);
+        wgmma_commit();
+        wgmma_wait<1>(X);
+      }
       Fragments<kTokenSteps> bD, R;
       correct_values<kType>(ValueTile(s.read[first].v[own.group]), s.beta[first], warp, lane, X, bD);
       release(s.of_read.free[first], lane);
+      if constexpr (kMaps) s.of_solve.filled[at].wait(turn.other.parity);
       wgmma_fence(X, bD);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
@@ -200,34 +214,47 @@ struct ChannelStateGroup {
       s.of_write.filled[at].wait(turn.other.parity);
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) scale_tile(column_pair(s.total[at], n, lane), S[n], S[n]);
-      wgmma_wait<0>(X, O);
+      if constexpr (kMaps) {
+        wgmma_wait<0>(X);
+      } else {
+        wgmma_wait<0>(X, O);
+      }
       release(s.of_solve.free[at], lane);
       round_sums<kType, kTokenSteps>(X, R);
       wgmma_fence(S, R);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kWidth>(S, R[m], writer.along_columns(0, m));
       wgmma_commit();
-      wgmma_fence(O);
+      if constexpr (kMaps) {
+        wgmma_wait<0>(S);
+        round_sums<kType, kKeySteps>(S, rS);
+      } else {
+        wgmma_fence(O);
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
-      wgmma_commit();
-      wgmma_wait<1>(S);
-      round_sums<kType, kKeySteps>(S, rS);
-      wgmma_wait<0>(O);
-      round_sums<kType, kTokenSteps>(O, rO);
+        for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
+        wgmma_commit();
+        wgmma_wait<1>(S);
+        round_sums<kType, kKeySteps>(S, rS);
+        wgmma_wait<0>(O);
+        round_sums<kType, kTokenSteps>(O, rO);
+      }
       release(s.of_write.free[at], lane);
     }
-    if (walk.chunks > 0) store_outputs(rO, walk.chunks - 1);
-    own.save_state(walk.chunks, true, S);
+    if constexpr (kMaps) {
+      own.end_map(S);
+    } else {
+      if (walk.chunks > 0) store_outputs(rO, walk.chunks - 1);
+      own.save_state(walk.chunks, true, S);
+    }
   }
 };
 
 // A block per part; a smaller grid goes round.
-template <DType kType, int kGroups>
-__global__ void __launch_bounds__(ChannelBlock<kGroups>::kThreads, 1)
-    channel_scan_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ChannelScanMaps maps,
+template <DType kType, int kGroups, bool kMaps>
+__global__ void __launch_bounds__(ChannelBlock<kGroups, kMaps>::kThreads, 1)
+    channel_scan_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ ChannelScanMaps maps,
                         int64_t parts) {
-  using Shape = ChannelBlock<kGroups>;
+  using Shape = ChannelBlock<kGroups, kMaps>;
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
     s.of_read.init(Shape::kStateWarps);
@@ -241,24 +268,27 @@ __global__ void __launch_bounds__(ChannelBlock<kGroups>::kThreads, 1)
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
     if constexpr (kGroups == 2) give_registers<Shape::kOtherRegisters>();
-    if (warp == Shape::kStateWarps && elect_one()) bring_channel_operands<kGroups>(args, maps, parts, s);
+    if (warp == Shape::kStateWarps && elect_one()) bring_channel_operands<kGroups, kMaps>(args, maps, parts, s);
   } else {
     if constexpr (kGroups == 2) take_registers<Shape::kStateRegisters>();
     const bool leader = threadIdx.x % kGroupThreads == 0;
     typename Shape::Turns turn;
-    for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
-      const StateColumns<kGroups> own{args, part, walk, warp / 4, warp % 4, opaque_below<kWarpSize>(lane)};
-      ChannelStateGroup<kType, kGroups>{own, s, maps.o, leader}.run(turn);
+    const int group = warp / kGroupWarps;
+    const auto find = [&](int64_t at) { return forward_part_at<kMaps>(args, at, Shape::kColumns); };
+    for_each_found_part(parts, group, s.work[group], find, [&] {
+      const auto& [part, walk, ends] = s.work[group];
+      const StateColumns<kGroups> own{args, part, walk, ends, group, warp % kGroupWarps, opaque_below<kWarpSize>(lane)};
+      ChannelStateGroup<kType, kGroups, kMaps>{own, s, maps.o, leader}.run(turn);
     });
     if (leader) wait_stores_read<0>();
   }
 }
 
-template <DType kType, int kGroups>
-void launch_channel_scan(const ChunkArgs& args, const ChannelScanMaps& maps, const Context& context) {
-  using Shape = ChannelBlock<kGroups>;
-  const int64_t parts = count_parts(args.problem, Shape::kColumns);
-  launch<channel_scan_kernel<kType, kGroups>>(
+template <DType kType, int kGroups, bool kMaps>
+void launch_channel_scan_of(const ForwardArgs& args, const ChannelScanMaps& maps, const Context& context) {
+  using Shape = ChannelBlock<kGroups, kMaps>;
+  const int64_t parts = count_forward_parts<kMaps>(args, Shape::kColumns);
+  launch<channel_scan_kernel<kType, kGroups, kMaps>>(
       "delta_rule chunk_sm90 scan per channel", context,
       {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},
       args, maps, parts);
@@ -267,9 +297,13 @@ void launch_channel_scan(const ChunkArgs& args, const ChannelScanMaps& maps, con
 }  // namespace
 
 template <DType kType>
-void launch_channel_scan(const ChunkArgs& args, const ChannelScanMaps& maps, int columns, const Context& context) {
-  columns == ChannelBlock<1>::kColumns ? launch_channel_scan<kType, 1>(args, maps, context)
-                                       : launch_channel_scan<kType, 2>(args, maps, context);
+void launch_channel_scan(const ForwardArgs& args, const ChannelScanMaps& maps, int columns, const Context& context) {
+  if (args.segments.chunks > 0) {
+    launch_channel_scan_of<kType, 2, true>(args, maps, context);
+    launch_compose(args, context);
+  }
+  columns == kGroupColumns ? launch_channel_scan_of<kType, 1, false>(args, maps, context)
+                           : launch_channel_scan_of<kType, 2, false>(args, maps, context);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -1,0 +1,38 @@
+// The segments of segment_plan.h, as the host gives them to the kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/launch.h"
+#include "cuda/delta_rule/chunk_16bit/chunk.cuh"
+#include "cuda/delta_rule/chunk_sm90/segment_plan.h"
+
+namespace fastweight::cuda::chunk_sm90 {
+
+inline constexpr int kMapFloats = 128 * 128;  // of h or M
+
+template <class Problem>
+int segment_chunks_of(const Problem& problem, const Context& context) {
+  const int64_t some = problem.sizes.num_value_heads, all = problem.args.options.total_value_heads;
+  return segment_chunks(some > all ? some : all, device_attribute(cudaDevAttrMultiProcessorCount, context.device.index),
+                        context.segment_chunks);
+}
+
+// What a scan forward knows of them.
+struct Segments {
+  int64_t chunks = 0;            // of a segment; 0: no sequence is cut
+  int64_t first = 0, count = 0;  // the numbers of those that a window may meet in a row
+  // [B, count, HV, 2, 128 value columns, 128 channels]: h, in whose place comes the state after the segment, and M^T.
+  float* maps = nullptr;
+  chunk_16bit::WindowStates carried;  // [B, HV, 2]: the same of a segment that is cut by windows, as registers
+  chunk_16bit::WindowStates after;    // [B, HV, 128, 128]: the state after the last segment that a window ends
+};
+
+struct ForwardArgs : chunk_16bit::ChunkArgs {
+  Segments segments;
+};
+
+// The states before all segments, from their maps.
+void launch_compose(const ForwardArgs& args, const Context& context);
+
+}  // namespace fastweight::cuda::chunk_sm90
