@@ -172,6 +172,7 @@ void provide_states(const DeltaRuleBackwardProblem& problem, const BackKernels& 
     return;
   }
   chunk_sm90::ForwardArgs forward = forward_args(problem, kernels, args.chunk);
+  number_segments(scratch.segments, forward, context);
   use_segments(scratch.segments, 0, forward);
   forward.chunk_states = args.S;
   forward.state_width = args.S_width;

@@ -158,6 +158,7 @@ WindowStates carried_states(const Problem& problem, float* data, int64_t n) {
 // over of them and of the state.
 struct SegmentScratch {
   float *maps = nullptr, *carried = nullptr, *after = nullptr;
+  int64_t* before = nullptr;
 };
 
 // Of all rows and heads, h or M of a segment.
@@ -177,7 +178,16 @@ inline SegmentScratch take_segments(ScratchLayout& layout, const chunk_sm90::For
     slots = std::max(slots, segments_of_window(args, windows.at(n)).count);
   }
   const int64_t floats = segment_floats(args), handed = windows.count > 1 ? 2 * floats : 0;
-  return {layout.take<float>(2 * slots * floats), layout.take<float>(2 * handed), layout.take<float>(handed)};
+  const Sequences& sequences = args.problem.sequences;
+  return {layout.take<float>(2 * slots * floats), layout.take<float>(2 * handed), layout.take<float>(handed),
+          layout.take<int64_t>(sequences.offsets != nullptr ? sequences.count + 1 : 0)};
+}
+
+inline void number_segments(const SegmentScratch& scratch, chunk_sm90::ForwardArgs& args, const Context& context) {
+  if (args.segments.chunks == 0 || args.problem.sequences.offsets == nullptr) return;
+  build_first_stretches(args.problem.sequences, args.segments.chunks * args.chunked.chunk_size,
+                        chunk_sm90::kSegmentGroup, scratch.before, context);
+  args.segments.before = scratch.before;
 }
 
 // Those of the n-th window, which args are about.
@@ -271,6 +281,7 @@ void forward_in_windows(const Problem& problem, const Context& context, bool row
   ScratchLayout layout(workspace.data());
   const ForwardScratch scratch = take_forward_scratch(layout, problem, args, windows, row_numbers);
   number_chunks(problem, scratch.first_chunk, args, context);
+  number_segments(scratch.segments, args, context);
   args.factors = keeps ? kept_factors(problem, args) : scratch.factors;
   args.factors_of_window = !keeps;
   for (int64_t n = 0; n < windows.count; ++n) {

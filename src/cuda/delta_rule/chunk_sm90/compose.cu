@@ -33,15 +33,12 @@ struct Composition {
   bool goes_on;        // the sequence, in the next one
 };
 
-// Whose segments a block composes, the i-th sequence of those that have any; -1: there are not so many. With offsets they are
-// counted by where their first group of segments is, as segments are: see segment_at.
+// Whose segments a block composes, -1: nobody's. With offsets there is a block for every group of segments, and the one of
+// the first group of a sequence works.
 __device__ __forceinline__ int64_t cut_sequence_at(const ForwardArgs& args, int64_t i) {
-  const Sequences& sequences = args.problem.sequences;
-  if (sequences.offsets == nullptr) return i;
-  const int64_t tokens = kSegmentGroup * segment_tokens(args), last = (i + 1) * tokens - 1;
-  const int64_t sequence = sequence_of_token(sequences, 0, last);
-  const SequenceSpan span = sequence_at(sequences, sequence);
-  return span.length >= tokens && last >= span.begin && last < span.begin + tokens ? sequence : -1;
+  if (args.problem.sequences.offsets == nullptr) return i;
+  const SegmentPlace place = segment_in_order(args, i * kSegmentGroup);
+  return place.exists && place.index == 0 ? place.sequence : -1;
 }
 int64_t most_cut_sequences(const ForwardArgs& args) {
   const Sequences& sequences = args.problem.sequences;

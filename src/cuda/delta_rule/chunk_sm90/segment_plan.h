@@ -1,4 +1,4 @@
-// Few heads, long sequences: a scan has two blocks for a head and takes so long as its chunks take one after the other,
+// Few heads, long sequences: a scan has two blocks for a head and takes as long as its chunks take one after the other,
 // while most of the device is idle. A long sequence is therefore cut into segments of n chunks, all of whose scans run at
 // once. A segment is an affine map of the state,
 //
@@ -16,10 +16,10 @@
 //
 //     N / P (t_m + t_o) + N / n t_c       if there are P segments or more        N t_o without segments
 //
-// Estimates for an H200: t_o = 1.2 us measured, t_m = 1.4, t_c = 1.4. P = 5 gives 0.43 + 0.07 of the time without; P = 4,
-// with 16 heads on 132 multiprocessors, 0.54 + 0.07, which two such sequences at once already lose. So a head count is cut
-// from P = 5 on. n = 16 is where a sequence of 8192 tokens and 8 heads has one wave of blocks; fewer chunks make the
-// composition longer than the scans.
+// On an H200 t_o = 1.2 us, from times of whole calls; t_m = 1.4 and t_c = 1.4 are estimates. P = 5 gives 0.43 + 0.07 of the
+// time without; P = 4, with 16 heads on 132 multiprocessors, 0.54 + 0.07, which two such sequences at once already lose. So
+// a head count is cut from P = 5 on. n = 16 is where a sequence of 8192 tokens and 8 heads has one wave of blocks; fewer
+// chunks make the composition longer than the scans.
 //
 // The bits of a sequence must not depend on the batch, so a batch that would fill the device by itself is cut as well, and
 // its scans take up to (t_m + t_o) / t_o as long. Short sequences are spared by a rule on their own length: segments come

@@ -39,27 +39,31 @@ struct SegmentPlace {
   bool exists;
 };
 
-// The sequence of a row that has a token, if any has.
-__device__ __forceinline__ int64_t sequence_of_token(const Sequences& sequences, int64_t row, int64_t token) {
-  if (sequences.offsets == nullptr) return row;
-  // The last one that begins at or before it.
-  int64_t low = 0, high = sequences.count;
+// With offsets: of all segments the i-th.
+__device__ __forceinline__ SegmentPlace segment_in_order(const ForwardArgs& args, int64_t i) {
+  const int64_t* before = args.segments.before;
+  int64_t low = 0, high = args.problem.sequences.count;
+  if (i >= before[high]) return {0, 0, false};
+  // The last sequence that has no more before it; those without segments come before it.
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
-    (load_integer(sequences.offsets, sequences.dtype, middle * sequences.stride) <= token ? low : high) = middle;
+    (before[middle] <= i ? low : high) = middle;
   }
-  return low;
+  return {low, i - before[low], true};
 }
 
-// The i-th of the rows' numbers. The segment with number f, of L tokens, begins in [f L, f L + L): it has the last of them.
+// The i-th segment of those that a launch counts: of a fixed length those with the window's numbers in all rows, with offsets
+// all up to the last of these numbers, which the i-th has at least.
 __device__ __forceinline__ SegmentPlace segment_at(const ForwardArgs& args, int64_t i) {
   const Sequences& sequences = args.problem.sequences;
-  const int64_t row = i / args.segments.count, number = args.segments.first + i - row * args.segments.count;
-  const int64_t token = (number + 1) * segment_tokens(args) - 1;
-  const int64_t sequence = sequence_of_token(sequences, row, token);
-  const SequenceSpan span = sequence_at(sequences, sequence);
-  const int64_t index = (token - span.begin) / segment_tokens(args);
-  return {sequence, index, token >= span.begin && index < segments_of(span.length, segment_tokens(args))};
+  if (sequences.offsets != nullptr) return segment_in_order(args, i);
+  const int64_t row = i / args.segments.count, index = args.segments.first + i - row * args.segments.count;
+  return {row, index, index < segments_of(sequences.tokens, segment_tokens(args))};
+}
+inline int64_t count_segments(const ForwardArgs& args) {
+  const Segments& segments = args.segments;
+  const Sequences& sequences = args.problem.sequences;
+  return sequences.offsets != nullptr ? segments.first + segments.count : sequences.count * segments.count;
 }
 
 // Parts of a scan over segments: ranges of `columns` columns of a value head of a tail or a segment, the tails, which may
@@ -109,7 +113,7 @@ __device__ __forceinline__ ForwardWork forward_part_at(const ForwardArgs& args, 
 template <bool kMaps>
 int64_t count_forward_parts(const ForwardArgs& args, int columns) {
   const DeltaRuleDeviceProblem& p = args.problem;
-  const int64_t segments = count_rows(p.sequences) * args.segments.count;
+  const int64_t segments = args.segments.chunks > 0 ? count_segments(args) : 0;
   const int64_t ranges = ((kMaps ? 2 * kWidth : p.head_dim_v) + columns - 1) / columns;
   return ((kMaps ? 0 : p.sequences.count) + segments) * p.num_value_heads * ranges;
 }

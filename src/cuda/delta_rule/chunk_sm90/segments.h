@@ -22,6 +22,8 @@ int segment_chunks_of(const Problem& problem, const Context& context) {
 struct Segments {
   int64_t chunks = 0;            // of a segment; 0: no sequence is cut
   int64_t first = 0, count = 0;  // the numbers of those that a window may meet in a row
+  // [N + 1] with offsets: how many segments there are before the sequences.
+  const int64_t* before = nullptr;
   // [B, count, HV, 2, 128 value columns, 128 channels]: h, in whose place comes the state after the segment, and M^T.
   float* maps = nullptr;
   chunk_16bit::WindowStates carried;  // [B, HV, 2]: the same of a segment that is cut by windows, as registers
