@@ -143,6 +143,19 @@ TEST_P(Sm90Segments, Never) {
   EXPECT_FALSE(support::same_bits(run(problem, cut_into(1)).final_state, never.final_state));
 }
 
+TEST(Sm90SegmentConfig, TheVerboseLineNamesThem) {
+  const DeltaRuleCase problem = draw(in_small_chunks(wide(Gate::kPerHead, 64)), 16);
+  std::string line;
+  for (int chunks : {1, kNever}) {
+    Context context = cut_into(chunks);
+    context.verbose = true;
+    context.log_user = &line;
+    context.log = [](void* user, const char* text) { *static_cast<std::string*>(user) = text; };
+    run(problem, context);
+    EXPECT_EQ(line.find("segments of 1 chunks") != std::string::npos, chunks == 1) << line;
+  }
+}
+
 // Windows of four chunks cut segments of three and of five wherever it happens: the same bits.
 TEST_P(Sm90Segments, WindowsDoNotShow) {
   const auto expect = [](const DeltaRuleSpec& spec, int chunks) {

@@ -191,9 +191,11 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
 }
 
 std::string config_text(const DeltaRuleBackwardProblem& problem, const Context& context) {
-  const int segments = segment_chunks_of(problem, context);
+  const bool again = !problem.args.chunk_states.present();  // the states are made
+  const ForwardArgs forward =
+      chunk_16bit::with_segments(chunk_16bit::chunk_args(problem), again ? segment_chunks_of(problem, context) : 0);
   return "K " + std::to_string(kWidth) + ", columns " + std::to_string(columns_of(problem)) +
-         (segments > 0 ? ", segments of " + std::to_string(segments) + " chunks" : "");
+         segments_text(forward.segments.chunks);
 }
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {

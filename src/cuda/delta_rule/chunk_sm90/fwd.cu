@@ -39,10 +39,12 @@ int64_t heads_of(const DeltaRuleForwardProblem& problem) {
   return problem.sizes.num_sequences * problem.sizes.num_value_heads;
 }
 
+ForwardArgs cut_args(const DeltaRuleForwardProblem& problem, const Context& context) {
+  return chunk_16bit::with_segments(chunk_16bit::chunk_args(problem), segment_chunks_of(problem, context));
+}
+
 int columns_of(const DeltaRuleForwardProblem& problem, const Context& context) {
-  return forward_columns(
-      chunk_16bit::with_segments(chunk_16bit::chunk_args(problem), segment_chunks_of(problem, context)),
-      context.device.index);
+  return forward_columns(cut_args(problem, context), context.device.index);
 }
 
 // Who keeps the factors keeps sP among them; blocks of 64 columns would make it twice.
@@ -134,9 +136,8 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
 }
 
 std::string config_text(const DeltaRuleForwardProblem& problem, const Context& context) {
-  const int segments = segment_chunks_of(problem, context);
   return "K " + std::to_string(kWidth) + ", columns " + std::to_string(columns_of(problem, context)) + ", stages " +
-         std::to_string(kStages) + (segments > 0 ? ", segments of " + std::to_string(segments) + " chunks" : "");
+         std::to_string(kStages) + segments_text(cut_args(problem, context).segments.chunks);
 }
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
@@ -16,6 +17,11 @@ int segment_chunks_of(const Problem& problem, const Context& context) {
   const int64_t some = problem.sizes.num_value_heads, all = problem.args.options.total_value_heads;
   return segment_chunks(some > all ? some : all, device_attribute(cudaDevAttrMultiProcessorCount, context.device.index),
                         context.segment_chunks);
+}
+
+// For the verbose line.
+inline std::string segments_text(int64_t chunks) {
+  return chunks > 0 ? ", segments of " + std::to_string(chunks) + " chunks" : "";
 }
 
 // What a scan forward knows of them.
