@@ -95,11 +95,20 @@ TEST_P(Sm90Segments, AsReference) {
 TEST_P(Sm90Segments, WholeChunks) { expect_as_reference(draw(remembering(wide(GetParam(), 64 * 4 + 3)), 2), 1); }
 
 TEST_P(Sm90Segments, Widths) {
-  DeltaRuleSpec spec = in_small_chunks(spec_of(GetParam(), 70, 72, 120));
-  spec.dtype = DType::kF16;
-  spec.initial_state = false;
-  spec.options.state_v_first = true;
-  expect_as_reference(draw(spec, 3), 1);
+  for (const Widths& widths : {Widths{72, 120}, {128, 40}}) {
+    DeltaRuleSpec spec = in_small_chunks(sized(GetParam(), 70, widths, DType::kF16));
+    spec.initial_state = false;
+    spec.options.state_v_first = true;
+    expect_as_reference(draw(spec, 3), 1);
+  }
+}
+
+// Maps are 128 x 128: other widths are not cut, whatever the caller wishes.
+TEST_P(Sm90Segments, OtherWidthsAreNotCut) {
+  for (const Widths& widths : {Widths{64, 64}, {128, 136}}) {
+    const DeltaRuleCase problem = draw(in_small_chunks(sized(GetParam(), 70, widths)), 17);
+    expect_same_bits(run(problem, cut_into(1)), run(problem, cut_into(kNever)), name_of_widths(widths));
+  }
 }
 
 // Shorter than four segments of 16 tokens, as long, longer, and of none at all.
@@ -176,7 +185,7 @@ TEST_P(Sm90Segments, Gradients) {
   expect_close(problem, again, support::backward(support::in_double(problem), reference_context()));
 }
 
-// What a forward keeps for its backward changes no bit.
+// What a forward keeps for its backward changes no bit of either.
 TEST_P(Sm90Segments, KeptFactors) {
   const DeltaRuleCase problem = draw(in_small_chunks(wide(GetParam(), 70)), 10);
   const Context context = cut_into(1);
@@ -187,6 +196,11 @@ TEST_P(Sm90Segments, KeptFactors) {
   call["kept"] = kept.view();
   call.run(context);
   EXPECT_TRUE(support::same_bits(outputs.o, run(problem, context).o));
+  DeltaRuleResults from_kept = outputs_of(Mode::kBackward, problem);
+  const auto back = call_of(Mode::kBackward, problem, from_kept);
+  back["kept"] = kept.view();
+  back.run(context);
+  expect_same_bits(from_kept, support::backward(problem, context), "kept");
 }
 
 // NaNs stay in their sequence, and behind the segment that they are in.

@@ -25,6 +25,8 @@
 // its scans take up to (t_m + t_o) / t_o as long. Short sequences are spared by a rule on their own length: segments come
 // in fours, and what is left of a sequence, or all of one shorter than that, is its tail, which is not cut. Cuts between
 // calls at multiples of four segments therefore show in no bit: both calls have the segments that the whole has.
+//
+// Maps are 128 x 128: K padded to 128, and V up to 128, are cut (segments.h).
 #pragma once
 
 #include <cstdint>
