@@ -86,15 +86,15 @@ struct ChannelBackBlock {
 // The warps that bring the operands, by one lane each: one for either ring.
 template <class Shape>
 struct ChannelBackBringer {
-  using Turn = RingTurn<Shape::kDepth>;
+  using Turn = typename Shape::Turn;
   const ChunkArgs& args;
   const ChannelScanBackMaps& maps;
   typename Shape::Shared& s;
 
   __device__ __forceinline__ void bring_write(int item, int column, const RowsPlace& values, const Turn& turn) const {
-    const int at = turn.at;
+    const int at = turn.ring.at;
     TransactionBarrier& filled = s.of_write.filled[at];
-    s.of_write.free[at].wait(turn.parity ^ 1);
+    s.of_write.free[at].wait(turn.ring.parity ^ 1);
     filled.arrive_expecting(sizeof(typename Shape::Write));
     load_copy<Shape::kWidth>(s.write[at].writer, maps.keys, kWriter, item, filled);
 #pragma unroll
@@ -105,9 +105,9 @@ struct ChannelBackBringer {
   }
 
   __device__ __forceinline__ void bring_read(int item, const Turn& turn) const {
-    const int at = turn.at;
+    const int at = turn.read_at();
     TransactionBarrier& filled = s.of_read.filled[at];
-    s.of_read.free[at].wait(turn.parity ^ 1);
+    s.of_read.free[at].wait(turn.read_parity() ^ 1);
     filled.arrive_expecting(sizeof(typename Shape::Read) + Shape::kBetaBytes + Shape::kTotalBytes);
     load_lower(s.read[at].J, maps.J, item, filled);
     load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * Shape::kWidth, Shape::kTotalBytes,
