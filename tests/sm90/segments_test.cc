@@ -172,6 +172,7 @@ TEST_P(Sm90Segments, WindowsDoNotShow) {
     expect_same_bits(run(problem, cut_into(chunks, 1)), run(problem, cut_into(chunks)), "windows");
   };
   expect(with_batch(wide(GetParam(), 16 * 13 + 5), 2), 3);
+  expect(sized(GetParam(), 16 * 13 + 5, {128, 40}), 3);
   expect(with_lengths(wide(GetParam(), 0), {20, 0, 200, 5, 195}), 3);
   expect(with_lengths(wide(GetParam(), 0), {20, 330}), 5);
 }
