@@ -76,6 +76,7 @@ typedef struct fw_context {
   void* log_user;
   int32_t trust_pointers; /* CUDA: the tensors are known to lie where they say, do not ask the driver */
   size_t scratch_bytes;   /* CUDA: about so much scratch memory where the input can be cut into pieces; 0: a choice */
+  int32_t segment_chunks; /* CUDA: of the segments of long sequences, see Context; 0: a choice, -1: nothing is cut */
 } fw_context;
 
 typedef struct fw_delta_rule_options {

@@ -38,6 +38,10 @@ struct Context {
   // CUDA: scratch memory that grows with the length of the input is kept to about so many bytes where a kernel can walk
   // over the input in pieces, which changes no bit. 0: as much as keeps it fast, for a forward below 512 MB.
   size_t scratch_bytes = 0;
+  // CUDA: how many chunks the segments have into which the delta rule's chunk_sm90 cuts long sequences of few heads, all of
+  // which it then works on at once. Results round differently, and the promise about cuts is one about multiples of four
+  // segments. 0: a choice by heads and device, never by the batch. -1: nothing is cut.
+  int segment_chunks = 0;
 };
 
 }  // namespace fastweight

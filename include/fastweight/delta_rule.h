@@ -28,8 +28,9 @@ struct DeltaRuleOptions {
 
   Gate gate = Gate::kNone;  // none: DeltaNet, per head: GDN, per channel: KDA
   double scale = kUnset;    // kUnset: K^-0.5
-  // 16, 32 or 64: where the chunk-start states stand and where a sequence may be cut without changing a bit. On CUDA
-  // 16-bit problems are computed in tiles of 64 rows per chunk: smaller chunks fill their tiles less and cost more.
+  // 16, 32 or 64: where the chunk-start states stand and where a sequence may be cut without changing a bit (long ones on
+  // Hopper: see Context::segment_chunks). On CUDA 16-bit problems are computed in tiles of 64 rows per chunk: smaller
+  // chunks fill their tiles less and cost more.
   int32_t chunk_size = 64;
   bool state_v_first = false;  // every state tensor is [.., V, K] instead of [.., K, V]
   bool qk_l2norm = false;      // q and k become x / sqrt(sum x^2 + 1e-6)

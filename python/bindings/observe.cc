@@ -13,7 +13,8 @@ using Log = void (*)(const char* line);
 
 std::atomic<Log> g_log{nullptr};
 std::atomic<bool> g_any_chosen{false};  // spares calls the lock
-std::mutex g_mutex;                     // of what follows
+std::atomic<int> g_segment_chunks{0};
+std::mutex g_mutex;  // of what follows
 
 // Never destroyed: threads may still call when the process ends.
 std::map<std::string, std::string, std::less<>>& chosen() {  // family, implementation
@@ -50,6 +51,7 @@ void prepare(const char* entry, Context& context) {
     const auto found = chosen().find(family_of(entry));
     if (found != chosen().end()) context.implementation = found->second;
   }
+  context.segment_chunks = g_segment_chunks.load(std::memory_order_relaxed);
   if (g_log.load(std::memory_order_acquire) == nullptr) return;
   context.verbose = true;
   context.log = [](void*, const char* line) {
@@ -83,6 +85,11 @@ extern "C" {
     chosen()[family] = implementation;
   }
   g_any_chosen.store(!chosen().empty(), std::memory_order_release);
+}
+
+// Context::segment_chunks of the calls from here on.
+[[gnu::visibility("default")]] void fastweight_set_segments(int chunks) {
+  fastweight::bindings::g_segment_chunks.store(chunks, std::memory_order_relaxed);
 }
 
 // Writes "function implementation", or nothing, as of snprintf. An empty entry: the last call of any function.

@@ -16,6 +16,7 @@ _library = ctypes.CDLL(str(module_path))
 _Log = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _library.fastweight_set_log.argtypes = [_Log]
 _library.fastweight_choose.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+_library.fastweight_set_segments.argtypes = [ctypes.c_int]
 _library.fastweight_last.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]
 
 
@@ -62,11 +63,27 @@ def last_implementation(function: str | None = None) -> str | None:
 
 
 _chosen: dict[str, str] = {}
+_segments = 0
 
 
 def _choose(family: str, implementation: str) -> None:
     _chosen[family] = implementation
     _library.fastweight_choose(family.encode(), implementation.encode())
+
+
+def _set_segments(chunks: int) -> None:
+    global _segments
+    _segments = chunks
+    _library.fastweight_set_segments(chunks)
+
+
+def _segment_chunks(segments: bool | int) -> int:
+    """As `Context::segment_chunks`."""
+    if isinstance(segments, bool):
+        return 0 if segments else -1
+    if not isinstance(segments, int) or segments < 1:
+        raise ValueError(f"segments: expected True, False or a number of chunks, got {segments!r}")
+    return segments
 
 
 def _families(implementation: str, family: str | None) -> list[str]:
@@ -91,7 +108,9 @@ def _families(implementation: str, family: str | None) -> list[str]:
 
 
 @contextlib.contextmanager
-def using(implementation: str, family: str | None = None) -> Iterator[None]:
+def using(
+    implementation: str | None = None, family: str | None = None, *, segments: bool | int | None = None
+) -> Iterator[None]:
     """Within it, an implementation runs by its name, or the call fails with the reason why it cannot.
 
     It counts for the whole process, gradients that are computed within it included, and for every family that has an
@@ -99,11 +118,17 @@ def using(implementation: str, family: str | None = None) -> Iterator[None]:
 
     Args:
         implementation: a name of `info()["implementations"]`, or a form: `chunk` stands for `chunk_16bit` and
-            `chunk_fp32`.
+            `chunk_fp32`. None: the choice stays as it is.
         family: of these, such as `delta_rule`; None: all that have it.
+        segments: whether the delta rule's `chunk_sm90` may cut long sequences of few heads into segments that run at
+            once, which rounds differently and makes more work for batches that fill the device by themselves; a number:
+            segments of so many chunks, however many heads there are. None: as it is.
     """
-    families = _families(implementation, family)
+    families = [] if implementation is None else _families(implementation, family)
     before = {name: _chosen.get(name, "") for name in families}
+    segments_before = _segments
+    if segments is not None:
+        _set_segments(_segment_chunks(segments))
     for name in families:
         _choose(name, implementation)
     try:
@@ -111,3 +136,5 @@ def using(implementation: str, family: str | None = None) -> Iterator[None]:
     finally:
         for name, previous in before.items():
             _choose(name, previous)
+        if segments is not None:
+            _set_segments(segments_before)

@@ -46,6 +46,7 @@ Context to_context(const fw_context* pointer) {
   context.log_user = from.log_user;
   context.trust_pointers = from.trust_pointers != 0;
   context.scratch_bytes = from.scratch_bytes;
+  context.segment_chunks = from.segment_chunks;
   return context;
 }
 

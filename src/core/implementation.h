@@ -22,7 +22,13 @@ struct Implementation {
   void (*run)(const Problem& problem, const Context& context);
 
   // How it cuts a problem that it takes, for the verbose line; of those that have a choice.
-  std::string (*config)(const Problem& problem) = nullptr;
+  std::string (*config)(const Problem& problem, const Context& context) = nullptr;
 };
+
+// Of an implementation that cuts a problem alike in every context.
+template <auto kConfig, class Problem>
+std::string in_any_context(const Problem& problem, const Context&) {
+  return kConfig(problem);
+}
 
 }  // namespace fastweight

@@ -97,7 +97,7 @@ std::string dispatch(const char* entry, const Context& context, std::span<const 
   if (context.verbose) {
     std::string line =
         std::string("fastweight: ") + entry + " " + describe(problem) + ": ran " + choice.implementation->name;
-    if (choice.implementation->config != nullptr) line += " {" + choice.implementation->config(problem) + "}";
+    if (choice.implementation->config != nullptr) line += " {" + choice.implementation->config(problem, context) + "}";
     if (!choice.passed_over.empty()) line += " (" + choice.passed_over + ")";
     if (context.log != nullptr) {
       context.log(context.log_user, line.c_str());

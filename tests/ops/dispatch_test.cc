@@ -130,7 +130,7 @@ TEST(Dispatch, PartsOfNamesAreNoForms) {
 // One line with what ran, how it cut the problem, and who was passed over.
 TEST(Dispatch, VerboseNamesTheConfig) {
   Implementation<Toy> list[] = {toy<0>("chunk_narrow"), toy<1>("chunk_wide")};
-  list[1].config = [](const Toy&) { return std::string("columns 64"); };
+  list[1].config = [](const Toy&, const Context&) { return std::string("columns 64"); };
   const std::span<const Implementation<Toy>> entries = list;
   std::string line;
   Context context;

@@ -46,6 +46,24 @@ def test_using():
     assert fastweight.last_implementation() == "chunk"
 
 
+def test_using_segments():
+    from fastweight import _observe
+
+    with fastweight.using(segments=False):
+        assert _observe._segments == -1
+        with fastweight.using("recurrent", segments=8):
+            assert _observe._segments == 8
+            ops.chunk_gated_delta_rule(**X)
+            assert fastweight.last_implementation() == "recurrent"
+        assert _observe._segments == -1
+        with fastweight.using(segments=True):
+            assert _observe._segments == 0
+    assert _observe._segments == 0
+    for segments in (0, -1, "few"):
+        with pytest.raises(ValueError, match="segments: expected True, False or a number of chunks"):
+            fastweight.using(segments=segments).__enter__()
+
+
 def test_using_what_cannot():
     with fastweight.using("chunk"), pytest.raises(NotImplementedError, match="fp64 tensors run on the reference"):
         ops.chunk_gated_delta_rule(**{name: value.double() for name, value in X.items()})

@@ -20,14 +20,19 @@ __device__ int64_t warp_prefix_sum(int64_t value, int lane) {
   return value;
 }
 
+// Chunks of a sequence; with a group, stretches in whole groups.
+__device__ int64_t count_in(int64_t length, int64_t tokens, int64_t group) {
+  return group == 0 ? chunks_of(length, tokens) : length / (group * tokens) * group;
+}
+
 __global__ void __launch_bounds__(kThreads)
-    first_chunks_kernel(const Sequences sequences, int64_t chunk_size, int64_t* first_chunk) {
+    first_chunks_kernel(const Sequences sequences, int64_t chunk_size, int64_t group, int64_t* first_chunk) {
   __shared__ int64_t warp_sums[kWarps];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   int64_t before = 0;  // chunks of the earlier tiles
   for (int64_t tile = 0; tile < sequences.count; tile += kThreads) {
     const int64_t n = tile + threadIdx.x;
-    const int64_t own = n < sequences.count ? chunks_of(sequence_at(sequences, n).length, chunk_size) : 0;
+    const int64_t own = n < sequences.count ? count_in(sequence_at(sequences, n).length, chunk_size, group) : 0;
     const int64_t in_warp = warp_prefix_sum(own, lane);
     if (lane == kWarpSize - 1) warp_sums[warp] = in_warp;
     __syncthreads();
@@ -44,7 +49,12 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void build_first_chunks(const Sequences& sequences, int64_t chunk_size, int64_t* first_chunk, const Context& context) {
-  launch<first_chunks_kernel>("first_chunks", context, {1, kThreads}, sequences, chunk_size, first_chunk);
+  launch<first_chunks_kernel>("first_chunks", context, {1, kThreads}, sequences, chunk_size, int64_t{0}, first_chunk);
+}
+
+void build_first_stretches(const Sequences& sequences, int64_t tokens, int64_t group, int64_t* first,
+                           const Context& context) {
+  launch<first_chunks_kernel>("first_stretches", context, {1, kThreads}, sequences, tokens, group, first);
 }
 
 NumberedChunks::NumberedChunks(const Sequences& sequences, int64_t chunk_size, const Context& context)

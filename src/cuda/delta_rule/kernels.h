@@ -20,10 +20,10 @@ std::string beyond_all_kernels(const Problem& problem) {
 // Tensor cores with 16-bit operands: q, k, v and o have one 16-bit type, beta is a number per token.
 namespace chunk_16bit {
 std::string declines_forward(const DeltaRuleForwardProblem& problem);
-std::string config_text(const DeltaRuleForwardProblem& problem);
+std::string config_text(const DeltaRuleForwardProblem& problem, const Context& context);
 void forward(const DeltaRuleForwardProblem& problem, const Context& context);
 std::string declines_backward(const DeltaRuleBackwardProblem& problem);
-std::string config_text(const DeltaRuleBackwardProblem& problem);
+std::string config_text(const DeltaRuleBackwardProblem& problem, const Context& context);
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context);
 int64_t kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k);  // of `kept`; 0: it declines them
 }  // namespace chunk_16bit
@@ -31,10 +31,10 @@ int64_t kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k);  
 // The same on Hopper's own instructions, where FASTWEIGHT_SM90 is defined: K up to 128, without decays per channel 256.
 namespace chunk_sm90 {
 std::string declines_forward(const DeltaRuleForwardProblem& problem);
-std::string config_text(const DeltaRuleForwardProblem& problem);
+std::string config_text(const DeltaRuleForwardProblem& problem, const Context& context);
 void forward(const DeltaRuleForwardProblem& problem, const Context& context);
 std::string declines_backward(const DeltaRuleBackwardProblem& problem);
-std::string config_text(const DeltaRuleBackwardProblem& problem);
+std::string config_text(const DeltaRuleBackwardProblem& problem, const Context& context);
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context);
 }  // namespace chunk_sm90
 
@@ -42,8 +42,8 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context);
 namespace chunk_fp32 {
 std::string declines_forward(const DeltaRuleForwardProblem& problem);
 std::string declines_backward(const DeltaRuleBackwardProblem& problem);
-std::string config_text(const DeltaRuleForwardProblem& problem);
-std::string config_text(const DeltaRuleBackwardProblem& problem);
+std::string config_text(const DeltaRuleForwardProblem& problem, const Context& context);
+std::string config_text(const DeltaRuleBackwardProblem& problem, const Context& context);
 void forward(const DeltaRuleForwardProblem& problem, const Context& context);
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context);
 std::string declines_map_forward(const DeltaRuleMapForwardProblem& problem);

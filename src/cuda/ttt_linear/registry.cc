@@ -6,17 +6,20 @@ namespace fastweight::cuda {
 namespace {
 
 constexpr Implementation<TttLinearForwardProblem> kForward[] = {
-    {"chunk_chain", ttt::declines_chunk_chain, always, ttt::chunk_chain_forward, ttt::chunk_chain_config},
-    {"chunk_tiles", ttt::declines_chunk_tiles, always, ttt::chunk_tiles_forward, ttt::chunk_tiles_config},
-    {"chunk_fp32", ttt::keeps_nothing, always, ttt::chunk_fp32_forward, ttt::chunk_fp32_forward_config},
+    {"chunk_chain", ttt::declines_chunk_chain, always, ttt::chunk_chain_forward,
+     in_any_context<ttt::chunk_chain_config>},
+    {"chunk_tiles", ttt::declines_chunk_tiles, always, ttt::chunk_tiles_forward,
+     in_any_context<ttt::chunk_tiles_config>},
+    {"chunk_fp32", ttt::keeps_nothing, always, ttt::chunk_fp32_forward, in_any_context<ttt::chunk_fp32_forward_config>},
     {"recurrent", ttt::keeps_nothing, always, ttt::recurrent_forward},
 };
 constexpr Implementation<TttLinearBackwardProblem> kBackward[] = {
     {"chunk_chain", ttt::declines_chunk_chain_backward, always, ttt::chunk_chain_backward,
-     ttt::chunk_chain_backward_config},
+     in_any_context<ttt::chunk_chain_backward_config>},
     {"chunk_tiles", ttt::declines_chunk_tiles_backward, always, ttt::chunk_tiles_backward,
-     ttt::chunk_tiles_backward_config},
-    {"chunk_fp32", ttt::beyond_all_kernels, always, ttt::chunk_fp32_backward, ttt::chunk_fp32_backward_config},
+     in_any_context<ttt::chunk_tiles_backward_config>},
+    {"chunk_fp32", ttt::beyond_all_kernels, always, ttt::chunk_fp32_backward,
+     in_any_context<ttt::chunk_fp32_backward_config>},
 };
 constexpr Implementation<TttLinearStepProblem> kStep[] = {
     {"recurrent", ttt::beyond_all_kernels, always, ttt::recurrent_step},

@@ -6,6 +6,7 @@
 
 #include "core/delta_rule_problem.h"
 #include "cuda/delta_rule/chunk_16bit/gradient.cuh"
+#include "cuda/delta_rule/chunk_sm90/segments.h"
 
 namespace fastweight::cuda::chunk_16bit {
 
@@ -16,11 +17,13 @@ struct BackKernels {
   // Blocks of the scan back, where the gradients can claim what they work on and then run beside the scan back over the next
   // window; 0: they cannot.
   int64_t scan_blocks;
-  int gradients_on_one;                                // blocks of the gradients on a multiprocessor
-  bool sums_keys;                                      // whether these leave sums of dq and dk in memory
-  bool leaves_pairs = false;                           // whether these have GradientArgs::left
-  std::function<void(const ChunkArgs&)> scan_states;   // over all chunks, as in the forward: the states before them
-  std::function<void(const GradientArgs&)> scan_back;  // over a window
+  int gradients_on_one;       // blocks of the gradients on a multiprocessor
+  bool sums_keys;             // whether these leave sums of dq and dk in memory
+  bool leaves_pairs = false;  // whether these have GradientArgs::left
+  int segment_chunks = 0;     // as in forward_in_windows
+  // Over all chunks, as in the forward: the states before them.
+  std::function<void(const chunk_sm90::ForwardArgs&)> scan_states;
+  std::function<void(const GradientArgs&)> scan_back;                  // over a window
   std::function<void(const GradientArgs&, int64_t blocks)> gradients;  // of its chunks, with sums of so many blocks
 };
 

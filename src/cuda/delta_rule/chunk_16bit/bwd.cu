@@ -118,6 +118,7 @@ struct Scratch {
   double* parameter_parts;
   float* key_sums;
   uint32_t* left;
+  SegmentScratch segments;  // of the scan forward
 };
 
 // Those of BackProgress, of a chunk and a value head, and in all.
@@ -127,6 +128,12 @@ int ready_ranges(const DeltaRuleBackwardProblem& problem, const BackKernels& ker
 }
 int64_t count_flags(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels, const ChunkArgs& chunk) {
   return chunk.num_chunks * problem.sizes.num_value_heads * ready_ranges(problem, kernels);
+}
+
+// Of the scan forward over all chunks, where it is repeated, but for its states.
+chunk_sm90::ForwardArgs forward_args(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels,
+                                     const ChunkArgs& chunk) {
+  return with_segments(chunk, knows_states(problem) ? 0 : kernels.segment_chunks);
 }
 
 Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& problem, const BackKernels& kernels,
@@ -151,6 +158,7 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
   const int64_t key_sums = (has_decay_per_channel(problem) ? kKeySumsPerChannel : kKeySums) * kChunkRows * K;
   scratch.key_sums = layout.take<float>(kernels.sums_keys ? gradient_blocks(problem, kernels, slots) * key_sums : 0);
   scratch.left = layout.take<uint32_t>(kernels.leaves_pairs ? slots * problem.sizes.num_heads : 0);
+  scratch.segments = take_segments(layout, forward_args(problem, kernels, chunk), {chunk.window});
   return scratch;
 }
 
@@ -184,7 +192,9 @@ void provide_states(const DeltaRuleBackwardProblem& problem, const BackKernels& 
                         context);
     return;
   }
-  ChunkArgs forward = args.chunk;
+  chunk_sm90::ForwardArgs forward = forward_args(problem, kernels, args.chunk);
+  number_segments(scratch.segments, forward, context);
+  use_segments(scratch.segments, 0, forward);
   forward.chunk_states = args.S;
   forward.state_width = args.S_width;
   kernels.scan_states(forward);
@@ -222,7 +232,9 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   return lacks_shared_memory(least_bytes(problem), in.q.device.index);
 }
 
-std::string config_text(const DeltaRuleBackwardProblem& problem) { return back_config_of(problem).text(); }
+std::string config_text(const DeltaRuleBackwardProblem& problem, const Context&) {
+  return back_config_of(problem).text();
+}
 
 BackKernels back_kernels(const DeltaRuleBackwardProblem& problem, const Context& context) {
   return {.ready_columns = runs_beside(problem) ? back_config_of(problem).columns() : 0,

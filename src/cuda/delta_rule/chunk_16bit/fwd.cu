@@ -93,10 +93,10 @@ int64_t kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k) {
   return static_cast<int64_t>(one.bytes() / sizeof(int32_t));
 }
 
-std::string config_text(const DeltaRuleForwardProblem& problem) { return config_of(problem).text(); }
+std::string config_text(const DeltaRuleForwardProblem& problem, const Context&) { return config_of(problem).text(); }
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
-  forward_in_windows(problem, context, false, [&](const ChunkArgs& args, uint32_t*) {
+  forward_in_windows(problem, context, false, 0, [&](const ChunkArgs& args, uint32_t*) {
     compute_factors(problem, args, context);
     scan_forward(args, config_of(problem), context);
   });

@@ -10,6 +10,7 @@
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
 #include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 #include "cuda/delta_rule/chunk_sm90/scan.h"
+#include "cuda/delta_rule/chunk_sm90/segments.h"
 
 namespace fastweight::cuda::chunk_16bit {
 
@@ -153,6 +154,62 @@ WindowStates carried_states(const Problem& problem, float* data, int64_t n) {
   return {data + n % 2 * floats, data + (n + 1) % 2 * floats};
 }
 
+// The arrays that segments need, where sequences are cut: their maps, as many as a window may meet, and what windows hand
+// over of them and of the state.
+struct SegmentScratch {
+  float *maps = nullptr, *carried = nullptr, *after = nullptr;
+  int64_t* before = nullptr;
+};
+
+// Of all rows and heads, h or M of a segment.
+inline int64_t segment_floats(const ChunkArgs& args) {
+  return chunk_sm90::count_rows(args.problem.sequences) * args.problem.num_value_heads * chunk_sm90::kMapFloats;
+}
+
+inline chunk_sm90::SegmentRange segments_of_window(const chunk_sm90::ForwardArgs& args, const ChunkWindow& window) {
+  return chunk_sm90::segments_in(args.problem.sequences, args.chunked.chunk_size, args.segments.chunks, window);
+}
+
+inline SegmentScratch take_segments(ScratchLayout& layout, const chunk_sm90::ForwardArgs& args,
+                                    const Windows& windows) {
+  if (args.segments.chunks == 0) return {};
+  int64_t slots = 1;
+  for (int64_t n = 0; n < windows.count; ++n) {
+    slots = std::max(slots, segments_of_window(args, windows.at(n)).count);
+  }
+  const int64_t floats = segment_floats(args), handed = windows.count > 1 ? 2 * floats : 0;
+  const Sequences& sequences = args.problem.sequences;
+  return {layout.take<float>(2 * slots * floats), layout.take<float>(2 * handed), layout.take<float>(handed),
+          layout.take<int64_t>(sequences.offsets != nullptr ? sequences.count + 1 : 0)};
+}
+
+inline void number_segments(const SegmentScratch& scratch, chunk_sm90::ForwardArgs& args, const Context& context) {
+  if (args.segments.chunks == 0 || args.problem.sequences.offsets == nullptr) return;
+  build_first_stretches(args.problem.sequences, args.segments.chunks * args.chunked.chunk_size,
+                        chunk_sm90::kSegmentGroup, scratch.before, context);
+  args.segments.before = scratch.before;
+}
+
+// Those of the n-th window, which args are about.
+inline void use_segments(const SegmentScratch& scratch, int64_t n, chunk_sm90::ForwardArgs& args) {
+  chunk_sm90::Segments& segments = args.segments;
+  if (segments.chunks == 0) return;
+  const chunk_sm90::SegmentRange range = segments_of_window(args, args.window);
+  segments.first = range.first;
+  segments.count = range.count;
+  segments.maps = scratch.maps;
+  const int64_t floats = segment_floats(args), even = n % 2, odd = 1 - even;
+  segments.carried = {scratch.carried + even * 2 * floats, scratch.carried + odd * 2 * floats};
+  segments.after = {scratch.after + even * floats, scratch.after + odd * floats};
+}
+
+// Into segments of `chunks` chunks each, if any sequence can be so long.
+inline chunk_sm90::ForwardArgs with_segments(const ChunkArgs& args, int chunks) {
+  const int64_t tokens = chunks * args.chunked.chunk_size;
+  const bool any = tokens > 0 && chunk_sm90::segments_of(args.problem.sequences.tokens, tokens) > 0;
+  return {args, {.chunks = any ? chunks : 0}};
+}
+
 // Of the window's chunks.
 template <class Problem>
 void compute_factors(const Problem& problem, const ChunkArgs& args, const Context& context) {
@@ -180,10 +237,11 @@ struct ForwardScratch {
   ChunkFactors factors;
   uint32_t* flags;  // one for every pair of a chunk and a value head that there are factors of
   float* carried;
+  SegmentScratch segments;
 };
 
 template <class Problem>
-ForwardScratch take_forward_scratch(ScratchLayout& layout, const Problem& problem, const ChunkArgs& args,
+ForwardScratch take_forward_scratch(ScratchLayout& layout, const Problem& problem, const chunk_sm90::ForwardArgs& args,
                                     const Windows& windows, bool row_numbers) {
   ForwardScratch scratch;
   scratch.first_chunk = take_first_chunks(layout, problem);
@@ -191,15 +249,17 @@ ForwardScratch take_forward_scratch(ScratchLayout& layout, const Problem& proble
       take_factors(layout, problem, problem.args.kept.present() ? 0 : chunks_of_window(args, windows), row_numbers);
   scratch.flags = layout.take<uint32_t>(chunks_of_window(args, windows) * problem.sizes.num_value_heads);
   scratch.carried = take_carried(layout, problem, windows);
+  scratch.segments = take_segments(layout, args, windows);
   return scratch;
 }
 
 // A forward: advance(args, flags) makes the factors of a window, with row numbers or without, and goes over its chunks;
-// then the next window.
+// then the next window. Long sequences are cut into segments of `segment_chunks`, unless that is 0.
 template <class Problem, class Advance>
-void forward_in_windows(const Problem& problem, const Context& context, bool row_numbers, const Advance& advance) {
+void forward_in_windows(const Problem& problem, const Context& context, bool row_numbers, int segment_chunks,
+                        const Advance& advance) {
   const auto& call = problem.args;
-  ChunkArgs args = chunk_args(problem);
+  chunk_sm90::ForwardArgs args = with_segments(chunk_args(problem), segment_chunks);
   args.vector_outputs = has_vectors(call.o);
   args.o = device_tensor(call.o);
   args.final_state = device_states(call.final_state, call.options.state_v_first);
@@ -209,6 +269,9 @@ void forward_in_windows(const Problem& problem, const Context& context, bool row
   const bool keeps = call.kept.present();
   ScratchLayout one;
   take_factors(one, problem, 1, row_numbers);
+  if (args.segments.chunks > 0) {
+    one.take<float>(2 * problem.sizes.num_value_heads * chunk_sm90::kMapFloats / args.segments.chunks);
+  }
   const bool saves = keeps || call.chunk_states.present();  // then no window makes much of a difference
   const size_t most = saves ? 4 * kMostFactorBytes : kMostFactorBytes;
   const Windows windows = windows_of(args, keeps ? 1 : count_for(args, one.bytes(), most, context));
@@ -218,11 +281,13 @@ void forward_in_windows(const Problem& problem, const Context& context, bool row
   ScratchLayout layout(workspace.data());
   const ForwardScratch scratch = take_forward_scratch(layout, problem, args, windows, row_numbers);
   number_chunks(problem, scratch.first_chunk, args, context);
+  number_segments(scratch.segments, args, context);
   args.factors = keeps ? kept_factors(problem, args) : scratch.factors;
   args.factors_of_window = !keeps;
   for (int64_t n = 0; n < windows.count; ++n) {
     args.window = windows.at(n);
     if (windows.count > 1) args.carried = carried_states(problem, scratch.carried, n);
+    use_segments(scratch.segments, n, args);
     advance(args, scratch.flags);
   }
 }

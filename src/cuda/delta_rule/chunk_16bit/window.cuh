@@ -11,32 +11,41 @@ struct Walk {
   int64_t first_chunk;  // in the order of all chunks
   int64_t position;     // of the first, in the sequence
   int chunks;           // none: the sequence is empty, and what goes in comes out
-  bool opens, closes;   // the sequence begins, and ends, here
+  bool opens, closes;   // the sequence, or the segment of it that is walked over, begins, and ends, here
   bool exists;          // anything is to be done
 };
 
-__device__ __forceinline__ Walk walk_of(const ChunkArgs& args, const ScanPart& part) {
+// Of a walk over a sequence or a segment, what lies in the window.
+__device__ __forceinline__ void clip_to_window(const ChunkArgs& args, const ScanPart& part, Walk& walk) {
   const int64_t C = args.chunked.chunk_size;
-  Walk walk{sequence_at(args.problem.sequences, part.sequence), part.first_chunk, 0, 0, true, true, true};
-  // Offsets out of order may claim more chunks than there is scratch memory for.
-  const int64_t all = max(min(chunks_of(walk.span.length, C), args.num_chunks - part.first_chunk), int64_t{0});
-  walk.chunks = static_cast<int>(all);
-  if (args.window.is_all()) return walk;
+  if (args.window.is_all()) return;
+  const int64_t place = first_chunk_of(args.chunked, part.sequence) + walk.position, all = walk.chunks;  // in the row
   if (all == 0) {
-    walk.exists = args.window.begin == 0;
-    return walk;
+    // Of an empty sequence in the first window; what is left of one behind its segments, where the last of them ends.
+    walk.exists = walk.position == 0 ? args.window.begin == 0 : args.window.begin < place && place <= args.window.end;
+    return;
   }
-  const int64_t place = first_chunk_of(args.chunked, part.sequence);  // in the row
-  const int64_t begin = max(args.window.begin, place), end = min(args.window.end, place + all);
+  const int64_t begin = max(args.window.begin, place), end = min(args.window.end, place + all), skipped = begin - place;
   walk.exists = begin < end;
-  walk.position = begin - place;
+  walk.position += skipped;
   walk.chunks = static_cast<int>(max(end - begin, int64_t{0}));
-  walk.first_chunk += walk.position;
+  walk.first_chunk += skipped;
   walk.opens = begin == place;
   walk.closes = end == place + all;
-  walk.span.begin += walk.position * C;
-  walk.span.length -= walk.position * C;
+  walk.span.begin += skipped * C;
+  walk.span.length -= skipped * C;
   if (!walk.closes) walk.span.length = walk.chunks * C;
+}
+
+// Offsets out of order may claim more chunks than there is scratch memory for.
+__device__ __forceinline__ int64_t chunks_of_part(const ChunkArgs& args, const ScanPart& part, int64_t length) {
+  return max(min(chunks_of(length, args.chunked.chunk_size), args.num_chunks - part.first_chunk), int64_t{0});
+}
+
+__device__ __forceinline__ Walk walk_of(const ChunkArgs& args, const ScanPart& part) {
+  Walk walk{sequence_at(args.problem.sequences, part.sequence), part.first_chunk, 0, 0, true, true, true};
+  walk.chunks = static_cast<int>(chunks_of_part(args, part, walk.span.length));
+  clip_to_window(args, part, walk);
   return walk;
 }
 

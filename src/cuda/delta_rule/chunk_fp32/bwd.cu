@@ -172,7 +172,7 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   return lacks_shared_memory(bytes, problem.args.in.q.device.index);
 }
 
-std::string config_text(const DeltaRuleBackwardProblem& problem) { return config_of(problem).text(); }
+std::string config_text(const DeltaRuleBackwardProblem& problem, const Context&) { return config_of(problem).text(); }
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   TileBackwardArgs args = args_of(problem);

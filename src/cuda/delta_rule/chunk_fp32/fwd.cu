@@ -68,7 +68,7 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
                              problem.args.in.q.device.index);
 }
 
-std::string config_text(const DeltaRuleForwardProblem& problem) { return config_of(problem).text(); }
+std::string config_text(const DeltaRuleForwardProblem& problem, const Context&) { return config_of(problem).text(); }
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
   const DeltaRuleForward& call = problem.args;

@@ -17,6 +17,7 @@
 #include "cuda/delta_rule/chunk_sm90/scan_back.h"
 #include "cuda/delta_rule/chunk_sm90/scan_back_per_channel.h"
 #include "cuda/delta_rule/chunk_sm90/scan_per_channel.h"
+#include "cuda/delta_rule/chunk_sm90/segments.h"
 #include "cuda/delta_rule/kernels.h"
 
 namespace fastweight::cuda::chunk_sm90 {
@@ -27,7 +28,7 @@ using chunk_16bit::GradientArgs;
 using chunk_16bit::kChunkRows;
 
 int columns_of(const DeltaRuleBackwardProblem& problem) {
-  return scan_columns(problem.sizes, problem.args.in.q.device.index);
+  return scan_columns(problem.sizes, problem.sizes.num_sequences, problem.args.in.q.device.index);
 }
 
 // Whether gradients.cuh takes these widths.
@@ -74,8 +75,8 @@ WindowMaps window_maps(const DeltaRuleBackward& call, const GradientArgs& args) 
           rows_map(args.Y, dtype, args.padded_v, kChunkRows, items.slots)};
 }
 
-void scan_states(const DeltaRuleBackwardProblem& problem, const ChunkArgs& args, const Context& context) {
-  const int columns = columns_of(problem);
+void scan_states(const DeltaRuleBackwardProblem& problem, const ForwardArgs& args, const Context& context) {
+  const int columns = forward_columns(problem.sizes, args, context.device.index);
   const ScanMaps maps = scan_maps(problem.args.in, {}, args);
   problem.args.in.k.dtype == DType::kBF16 ? launch_scan<DType::kBF16>(args, maps, columns, {}, context)
                                           : launch_scan<DType::kF16>(args, maps, columns, {}, context);
@@ -112,8 +113,8 @@ void gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args
                                   : launch_gradients<DType::kF16>(args, maps, blocks, context);
 }
 
-void scan_channel_states(const DeltaRuleBackwardProblem& problem, const ChunkArgs& args, const Context& context) {
-  const int columns = columns_of(problem);
+void scan_channel_states(const DeltaRuleBackwardProblem& problem, const ForwardArgs& args, const Context& context) {
+  const int columns = forward_columns(problem.sizes, args, context.device.index);
   const ChannelScanMaps maps = channel_scan_maps(problem.args.in, {}, args);
   problem.args.in.k.dtype == DType::kBF16 ? launch_channel_scan<DType::kBF16>(args, maps, columns, context)
                                           : launch_channel_scan<DType::kF16>(args, maps, columns, context);
@@ -241,16 +242,21 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   return lacks_shared_memory(std::max({scan_bytes(K), scan_back_bytes(K), of_gradients}), in.q.device.index);
 }
 
-std::string config_text(const DeltaRuleBackwardProblem& problem) {
-  return "K " + std::to_string(padded_k(problem.sizes.head_dim_k)) + ", columns " + std::to_string(columns_of(problem));
+std::string config_text(const DeltaRuleBackwardProblem& problem, const Context& context) {
+  const bool again = !problem.args.chunk_states.present();  // the states are made
+  const ForwardArgs forward =
+      chunk_16bit::with_segments(chunk_16bit::chunk_args(problem), again ? segment_chunks_of(problem, context) : 0);
+  return "K " + std::to_string(padded_k(problem.sizes.head_dim_k)) + ", columns " +
+         std::to_string(columns_of(problem)) + segments_text(forward.segments.chunks);
 }
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   chunk_16bit::BackKernels kernels = chunk_16bit::back_kernels(problem, context);
   const bool scans_back = problem.sizes.head_dim_k <= kMostK;
   if (scans_back) kernels.ready_columns = 0;
+  kernels.segment_chunks = segment_chunks_of(problem, context);
   if (chunk_16bit::has_decay_per_channel(problem)) {
-    kernels.scan_states = [&](const ChunkArgs& args) { scan_channel_states(problem, args, context); };
+    kernels.scan_states = [&](const ForwardArgs& args) { scan_channel_states(problem, args, context); };
     kernels.scan_back = [&](const GradientArgs& args) { scan_channels_back(problem, args, context); };
     if (takes_channel_gradients(problem)) {
       kernels.leaves_pairs = true;
@@ -259,7 +265,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
       };
     }
   } else {
-    kernels.scan_states = [&](const ChunkArgs& args) { scan_states(problem, args, context); };
+    kernels.scan_states = [&](const ForwardArgs& args) { scan_states(problem, args, context); };
     if (scans_back) kernels.scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); };
     if (takes_gradients(problem.sizes)) {
       kernels.gradients_on_one = gradients_on_one(columns_of_gradients(problem.sizes));

@@ -8,6 +8,7 @@
 #include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 #include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/delta_rule/chunk_sm90/scan_per_channel.h"
+#include "cuda/delta_rule/chunk_sm90/segments.h"
 #include "cuda/delta_rule/kernels.h"
 
 namespace fastweight::cuda::chunk_sm90 {
@@ -16,16 +17,17 @@ namespace {
 using chunk_16bit::ChunkArgs;
 using chunk_16bit::kChunkRows;
 
-// Of ranges of 64 value columns, of all heads.
-int64_t count_ranges(const DeltaRuleSizes& sizes) {
-  return sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + 63) / 64);
+// Of ranges of 64 value columns, of all heads of so many walks.
+int64_t count_ranges(const DeltaRuleSizes& sizes, int64_t walks) {
+  return walks * sizes.num_value_heads * ((sizes.head_dim_v + 63) / 64);
 }
 
 // Of boxes, tokens and chunks, places are 32-bit numbers, and so are the parts of the scan.
 bool fits_places(const DeltaRuleForwardProblem& problem, int64_t num_chunks) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 2 - kChunkRows;
   const DeltaRuleSizes& sizes = problem.sizes;
-  return sizes.tokens <= kMost && std::max(num_chunks * sizes.num_value_heads, count_ranges(sizes)) <= kMost;
+  const int64_t ranges = count_ranges(sizes, sizes.num_sequences);
+  return sizes.tokens <= kMost && std::max(num_chunks * sizes.num_value_heads, ranges) <= kMost;
 }
 
 void clear_flags(const ChunkArgs& args, uint32_t* flags, const Context& context) {
@@ -43,27 +45,34 @@ int64_t heads_of(const DeltaRuleForwardProblem& problem) {
   return problem.sizes.num_sequences * problem.sizes.num_value_heads;
 }
 
-int columns_of(const DeltaRuleForwardProblem& problem) {
-  return scan_columns(problem.sizes, problem.args.in.q.device.index);
+ForwardArgs cut_args(const DeltaRuleForwardProblem& problem, const Context& context) {
+  return chunk_16bit::with_segments(chunk_16bit::chunk_args(problem), segment_chunks_of(problem, context));
+}
+
+int columns_of(const DeltaRuleForwardProblem& problem, const Context& context) {
+  return forward_columns(problem.sizes, cut_args(problem, context), context.device.index);
 }
 
 // Where a head has several blocks, each would make it; two blocks of K <= 64 on a multiprocessor have no registers for it.
-bool leaves_sP_to_scan(const DeltaRuleForwardProblem& problem) {
-  const int columns = columns_of(problem);
+bool leaves_sP_to_scan(const DeltaRuleForwardProblem& problem, const Context& context) {
+  const int columns = columns_of(problem, context);
   return columns == 128 && problem.sizes.head_dim_v <= columns;
 }
 
 // Where a scan that makes sP leaves multiprocessors idle, it begins when so many factors are there that the others can be
 // made on those beside it: 0.38 ms instead of 0.43 with 96 heads of 8192 tokens on an H200. Scans with narrow blocks lose
-// by it. With offsets chunks are numbered sequence after sequence, and the last one would wait for all factors.
-FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ChunkArgs& args, uint32_t* ready) {
+// by it. With offsets chunks are numbered sequence after sequence, and the last one would wait for all factors; so would the
+// last segment.
+FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ForwardArgs& args, bool with_sP,
+                         uint32_t* ready) {
   constexpr double kFactorsOfStep = 1.5;  // items that a multiprocessor makes while a block of the scan does a chunk
   const DeltaRuleDeviceProblem& p = args.problem;
   const int blocks = multiprocessors_of(problem);
-  FactorOrder order = one_by_one(args, !leaves_sP_to_scan(problem), blocks);
+  FactorOrder order = one_by_one(args, with_sP, blocks);
   const int groups = factor_groups(padded_k(problem.sizes.head_dim_k), order.with_sP);
   const int64_t heads = heads_of(problem), idle = blocks - heads;
-  if (p.sequences.offsets != nullptr || order.with_sP || 16 * idle < blocks || order.pairs < 2 * groups * blocks)
+  if (p.sequences.offsets != nullptr || args.segments.chunks > 0 || order.with_sP || 16 * idle < blocks ||
+      order.pairs < 2 * groups * blocks)
     return order;
   const double beside = kFactorsOfStep * static_cast<double>(idle) / static_cast<double>(heads);
   order.first = std::max(static_cast<int>((1 - beside) * order.pairs), groups * blocks);
@@ -75,9 +84,14 @@ FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ChunkArgs
 }  // namespace
 
 // Few heads: narrow blocks, as long as each has a multiprocessor of its own. With K <= 64 or K > 128 there are no others.
-int scan_columns(const DeltaRuleSizes& sizes, int device) {
+int scan_columns(const DeltaRuleSizes& sizes, int64_t walks, int device) {
   if (padded_k(sizes.head_dim_k) != 128 || sizes.head_dim_v <= 64) return 64;
-  return count_ranges(sizes) <= device_attribute(cudaDevAttrMultiProcessorCount, device) ? 64 : 128;
+  return count_ranges(sizes, walks) <= device_attribute(cudaDevAttrMultiProcessorCount, device) ? 64 : 128;
+}
+
+int forward_columns(const DeltaRuleSizes& sizes, const ForwardArgs& args, int device) {
+  return scan_columns(sizes, count_walks(args.problem.sequences, args.segments.chunks * args.chunked.chunk_size),
+                      device);
 }
 
 std::string declines_widths(const DeltaRuleSizes& sizes, int most_k, int device) {
@@ -133,16 +147,16 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
                              in.q.device.index);
 }
 
-std::string config_text(const DeltaRuleForwardProblem& problem) {
+std::string config_text(const DeltaRuleForwardProblem& problem, const Context& context) {
   const int K = padded_k(problem.sizes.head_dim_k);
-  return "K " + std::to_string(K) + ", columns " + std::to_string(columns_of(problem)) + ", stages " +
-         std::to_string(scan_stages(K));
+  return "K " + std::to_string(K) + ", columns " + std::to_string(columns_of(problem, context)) + ", stages " +
+         std::to_string(scan_stages(K)) + segments_text(cut_args(problem, context).segments.chunks);
 }
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
-  const int columns = columns_of(problem);
+  const int columns = columns_of(problem, context), segments = segment_chunks_of(problem, context);
   if (chunk_16bit::has_decay_per_channel(problem)) {
-    chunk_16bit::forward_in_windows(problem, context, false, [&](const ChunkArgs& args, uint32_t*) {
+    chunk_16bit::forward_in_windows(problem, context, false, segments, [&](const ForwardArgs& args, uint32_t*) {
       chunk_16bit::compute_factors(problem, args, context);
       const ChannelScanMaps maps =
           args.num_chunks > 0 ? channel_scan_maps(problem.args.in, problem.args.o, args) : ChannelScanMaps{};
@@ -151,13 +165,13 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
     });
     return;
   }
-  const bool row_numbers = leaves_sP_to_scan(problem);
-  chunk_16bit::forward_in_windows(problem, context, row_numbers, [&](const ChunkArgs& args, uint32_t* flags) {
+  const bool row_numbers = leaves_sP_to_scan(problem, context);
+  const auto advance = [&](const ForwardArgs& args, uint32_t* flags) {
     ScanMaps maps{};
     FactorOrder order;
     if (args.num_chunks > 0) {
       maps = scan_maps(problem.args.in, problem.args.o, args);
-      order = factor_order(problem, args, flags);
+      order = factor_order(problem, args, !row_numbers, flags);
       if (order.ready != nullptr) clear_flags(args, flags, context);
       launch_factors(args, maps, order, context);
     }
@@ -166,7 +180,8 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
     } else {
       launch_scan<DType::kF16>(args, maps, columns, order, context);
     }
-  });
+  };
+  chunk_16bit::forward_in_windows(problem, context, row_numbers, segments, advance);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

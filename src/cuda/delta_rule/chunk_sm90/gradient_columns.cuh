@@ -25,19 +25,11 @@ struct LeavingBarriers {
   }
 };
 
-// As for_each_part, for a warpgroup: body() with the part and its walk in shared memory, where they take no registers.
 template <class Body>
 __device__ __forceinline__ void for_each_part_in_shared(const ChunkArgs& args, int64_t parts, int columns, int group,
                                                         chunk_16bit::BlockWork& work, const Body& body) {
-  for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
-    group_barrier(group);
-    if (threadIdx.x % kGroupThreads == 0) {
-      work.part = scan_part_at(args.problem, args.chunked, at, columns);
-      work.walk = chunk_16bit::walk_of(args, work.part);
-    }
-    group_barrier(group);
-    if (work.walk.exists) body();
-  }
+  for_each_found_part(
+      parts, group, work, [&](int64_t at) { return sequence_part_at(args, at, columns); }, body);
 }
 
 // The columns of a warpgroup, one of kGroups that share the columns of a block.

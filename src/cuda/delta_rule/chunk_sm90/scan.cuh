@@ -31,6 +31,9 @@
 // Rows beyond the tokens of a chunk are zeros in k, q and v, whatever lies behind them in memory (token_map), and so are
 // the blocks of J and sP above their diagonals (lower_map), which nobody wrote.
 //
+// A scan of maps (segment_plan.h) has blocks of 128 columns of h or of M, whose values lie beyond the last column of v and are
+// therefore zeros, and two warpgroups with the three products of the state.
+//
 // A column's sums do not depend on other columns, nor on who makes them: how many columns a block has changes no bit.
 #pragma once
 
@@ -45,15 +48,18 @@ namespace {
 
 using chunk_16bit::kRowNumbers;
 
+// What a scan leaves behind: maps of segments, or outputs, for which sP is read or made.
+enum class Makes { kMaps, kOutputs, kOutputsAndP };
+
 // A block has warpgroups that multiply, kGroups of which have the state, one that makes sP if it is to be made, and one more.
-template <int kK, int kGroups, bool kMakesP>
+template <int kK, int kGroups, Makes kMakes>
 struct Block {
   static constexpr int kWidth = kK, kStages = scan_stages(kK);
-  static constexpr bool kHasScores = kMakesP;
+  static constexpr bool kMakesMaps = kMakes == Makes::kMaps, kMakesP = kMakes == Makes::kOutputsAndP;
   static constexpr bool kSplit = kK == 128 && kGroups == 1;  // one warpgroup makes S, another O
   static constexpr bool kHalves = kK == 256;                 // two warpgroups have half of K each
   static_assert(kK == 128 || kGroups == 1);
-  static_assert(!kMakesP || kGroups == 2);
+  static_assert(kMakes == Makes::kOutputs || kGroups == 2);
   static constexpr int kWorkGroups = kSplit || kHalves ? 2 : kGroups,
                        kWarps = kWorkGroups * kGroupWarps;  // that multiply
   static constexpr int kScoreWarps = kMakesP ? kGroupWarps : 0;
@@ -68,14 +74,16 @@ struct Block {
 
   // The operands of a chunk.
   struct alignas(1024) Stage {
-    unsigned char k[KeyTile<kK>::kBytes], q[KeyTile<kK>::kBytes], v[kGroups][ValueTile::kBytes];
-    unsigned char J[LowerTile::kBytes], sP[LowerTile::kBytes];
+    unsigned char k[KeyTile<kK>::kBytes], q[kMakesMaps ? 1024 : KeyTile<kK>::kBytes], v[kGroups][ValueTile::kBytes];
+    unsigned char J[LowerTile::kBytes], sP[kMakesMaps ? 1024 : LowerTile::kBytes];  // no maps need q or sP
     float token[kTokenFactors * kChunkRows];
     float row[kRowNumbers * kChunkRows];  // where sP is made
   };
-  static constexpr uint32_t kStageBytes = 2 * KeyTile<kK>::kBytes + kGroups * ValueTile::kBytes + LowerTile::kBytes +
-                                          sizeof(Stage::token) + kTotalBytes +
-                                          (kMakesP ? sizeof(Stage::row) : LowerTile::kBytes);
+  static constexpr uint32_t kStageBytes = (kMakesMaps ? 1 : 2) * KeyTile<kK>::kBytes + kGroups * ValueTile::kBytes +
+                                          LowerTile::kBytes + sizeof(Stage::token) + kTotalBytes +
+                                          (kMakesMaps ? 0
+                                           : kMakesP  ? sizeof(Stage::row)
+                                                      : LowerTile::kBytes);
 
   // What one warpgroup hands to the other, if it does; `there` and `taken` are phases of every chunk.
   template <class Tile>
@@ -94,7 +102,7 @@ struct Block {
     float total[kStages][4];
     QuerySquares squares[kMakesP ? 2 : 1];
     TransactionBarrier filled[kStages], made[kStages], free[kStages];
-    chunk_16bit::BlockWork work;
+    ForwardWork work;
     float4 halves[kHalves ? 2 : 1][kHalves ? kTokenTiles : 1]
                  [kHalves ? kGroupThreads : 1];  // of X, then O, of a thread
   };
@@ -131,9 +139,9 @@ __device__ __forceinline__ void wait_for_factors(const uint32_t* ready, int64_t 
 // The operands of chunk c to the ring, a share of them by one thread of each of three warps: to start all copies takes one
 // thread as long as a chunk takes the others. The first announces them all.
 template <class Shape>
-__device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready,
+__device__ __forceinline__ void bring_share(const ForwardArgs& args, const ScanMaps& maps, const uint32_t* ready,
                                             typename Shape::Shared& s, int share, int c, Turn<Shape::kStages>& turn) {
-  const auto& [part, walk] = s.work;
+  const auto& [part, walk, ends] = s.work;
   const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
   const RowsPlace rows = rows_of(args, walk, c, share == 0 ? part.key_head : part.head);
   const int at = turn.stage;
@@ -146,7 +154,7 @@ __device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMap
     filled.arrive_expecting(Shape::kStageBytes);
     using Tile = KeyTile<Shape::kWidth>;
     load_panels(Tile(stage.k), maps.k, 0, rows, filled);
-    load_panels(Tile(stage.q), maps.q, 0, rows, filled);
+    if constexpr (!Shape::kMakesMaps) load_panels(Tile(stage.q), maps.q, 0, rows, filled);
   } else if (share == 1) {
 #pragma unroll
     for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
@@ -155,21 +163,21 @@ __device__ __forceinline__ void bring_share(const ChunkArgs& args, const ScanMap
     load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows, sizeof(stage.token),
                filled);
     load_bytes(shared_address(s.total[at]), args.factors.total + item * 4, kTotalBytes, filled);
-    if constexpr (Shape::kHasScores) {
+    if constexpr (Shape::kMakesP) {
       load_bytes(shared_address(stage.row), args.factors.row + item * kRowNumbers * kChunkRows, sizeof(stage.row),
                  filled);
     }
   } else {
     load_lower(stage.J, maps.J, static_cast<int>(item), filled);
-    if constexpr (!Shape::kHasScores) load_lower(stage.sP, maps.sP, static_cast<int>(item), filled);
+    if constexpr (!Shape::kMakesMaps && !Shape::kMakesP) load_lower(stage.sP, maps.sP, static_cast<int>(item), filled);
   }
 }
 
 // The outputs of chunk c from shared memory to its rows.
 template <class Shape>
-__device__ __forceinline__ void store_output(const ChunkArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
+__device__ __forceinline__ void store_output(const ForwardArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
                                              int c, Turn<Shape::kStages>& turn) {
-  const auto& [part, walk] = s.work;
+  const auto& [part, walk, ends] = s.work;
   const RowsPlace at = rows_of(args, walk, c, part.head);
   s.o_there.wait(turn.outputs);
   turn.outputs ^= 1;
@@ -197,9 +205,9 @@ struct StageScores {
   }
 };
 
-// Warps 0 to 2 bring, one lane each; one of the last warp stores.
+// Warps 0 to 2 bring, one lane each; one of the last warp stores, unless maps are made.
 template <class Shape>
-__device__ __forceinline__ void serve(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready,
+__device__ __forceinline__ void serve(const ForwardArgs& args, const ScanMaps& maps, const uint32_t* ready,
                                       typename Shape::Shared& s, int warp) {
   constexpr int kShares = 3;
   if (!elect_one()) return;
@@ -207,7 +215,7 @@ __device__ __forceinline__ void serve(const ChunkArgs& args, const ScanMaps& map
   Turn<Shape::kStages> turn;
   if (warp < kShares) {
     for (int c = 0; c < chunks; ++c) bring_share<Shape>(args, maps, ready, s, warp, c, turn);
-  } else {
+  } else if constexpr (!Shape::kMakesMaps) {
     for (int c = 0; c < chunks; ++c) store_output<Shape>(args, maps, s, c, turn);
   }
 }
@@ -218,7 +226,7 @@ __device__ __forceinline__ void serve(const ChunkArgs& args, const ScanMaps& map
 template <DType kType, class Shape>
 struct ScoreGroup {
   using Turn = chunk_sm90::Turn<Shape::kStages>;
-  const ChunkArgs& args;
+  const ForwardArgs& args;
   const ScanMaps& maps;
   typename Shape::Shared& s;
   int warp, lane;  // within the warpgroup
@@ -299,7 +307,7 @@ struct WorkGroup {
   using Turn = chunk_sm90::Turn<Shape::kStages>;
   using Keys = KeyTile<kK>;
   using StateRows = Fragments<kKeySteps<kK>>;
-  const ChunkArgs& args;
+  const ForwardArgs& args;
   typename Shape::Shared& s;
   int group, warp, lane;  // the warp within the warpgroup
 
@@ -309,7 +317,7 @@ struct WorkGroup {
   // Which 64 columns of the block.
   __device__ __forceinline__ int range() const { return kGroups == 2 ? group : 0; }
   __device__ __forceinline__ StateColumns<kK, kGroups, kParts> columns() const {
-    return {args, part(), walk(), range(), warp, lane, kParts == 2 ? kK * group : 0};
+    return {args, part(), walk(), s.work.ends, range(), warp, lane, kParts == 2 ? kK * group : 0};
   }
   // The warpgroup's channels of k or q.
   __device__ __forceinline__ Keys own_keys(const unsigned char* memory) const {
@@ -415,7 +423,7 @@ struct WorkGroup {
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kK>(S, wR[m], k.along_columns(0, m));
       wgmma_commit();
       if constexpr (Shape::kHalves) hand_O(O);
-      if constexpr (Shape::kHasScores) s.made[turn.stage].wait(turn.parity);
+      if constexpr (Shape::kMakesP) s.made[turn.stage].wait(turn.parity);
       scale_outputs(token, O);
       wgmma_fence(O, R);
 #pragma unroll
@@ -459,16 +467,20 @@ struct WorkGroup {
     arrive(handed.taken);
   }
 
-  // Apart: the products of the state. A product begins with the first 16 tokens of its left operand,
+  // Apart, and of maps: the products of the state. A product begins with the first 16 tokens of its left operand,
   // while the next ones are rounded.
   __device__ __forceinline__ void run_state() const {
     Turn turn;
     StateSums<kK> S = {};
-    columns().load_first_state(S);
+    if constexpr (Shape::kMakesMaps) {
+      columns().begin_map(S);
+    } else {
+      columns().load_first_state(S);
+    }
     StateRows rS;
     round_sums<kType, kKeySteps<kK>>(S, rS);
     for (int c = 0; c < walk().chunks; ++c, turn.next()) {
-      columns().save_chunk_state(c, rS, S);
+      if constexpr (!Shape::kMakesMaps) columns().save_chunk_state(c, rS, S);
       auto& stage = s.stage[turn.stage];
       const float* token = stage.token;
       const Keys k(stage.k);
@@ -481,10 +493,10 @@ struct WorkGroup {
       wgmma_commit();
       Values values;
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) values.load(m, ValueTile(stage.v[0]), token, warp, lane);
-      hand(s.S, StateTile<kK>(s.S.tile), turn, rS);
+      for (int m = 0; m < kTokenSteps; ++m) values.load(m, ValueTile(stage.v[range()]), token, warp, lane);
+      if constexpr (!Shape::kMakesMaps) hand(s.S, StateTile<kK>(s.S.tile), turn, rS);
       wgmma_wait<0>(X);
-      Fragments<kTokenSteps> bD, R, wR;
+      Fragments<kTokenSteps> bD, wR;
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) {
         values.template correct<kType>(m, X, bD[m]);
@@ -504,13 +516,20 @@ struct WorkGroup {
         wgmma<kType, kK>(S, wR[m], k.along_columns(0, m));
       }
       wgmma_commit();
-      round_sums<kType, kTokenSteps>(Y, R);
-      hand(s.R, WritesTile(s.R.tile), turn, R);
+      if constexpr (!Shape::kMakesMaps) {
+        Fragments<kTokenSteps> R;
+        round_sums<kType, kTokenSteps>(Y, R);
+        hand(s.R, WritesTile(s.R.tile), turn, R);
+      }
       wgmma_wait<0>(S);
       round_sums<kType, kKeySteps<kK>>(S, rS);
       arrive(s.free[turn.stage]);
     }
-    columns().save_state(walk().chunks, true, S);
+    if constexpr (Shape::kMakesMaps) {
+      columns().end_map(S);
+    } else {
+      columns().save_state(walk().chunks, true, S);
+    }
   }
 
   // Apart: the outputs.
@@ -547,7 +566,8 @@ struct WorkGroup {
 // A block per part.
 template <DType kType, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
-    scan_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, const uint32_t* ready) {
+    scan_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ ScanMaps maps,
+                const uint32_t* ready) {
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {
@@ -562,14 +582,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
   }
   // Beside the factors: their blocks have waited for all kernels before them when this one begins.
   if (ready == nullptr) wait_for_previous_kernels();
-  chunk_16bit::begin_work(args, blockIdx.x, args.problem.head_dim_v, Shape::kColumns, s.work);
+  if (threadIdx.x == 0) {
+    s.work = forward_part_at<Shape::kWidth, Shape::kMakesMaps>(args, blockIdx.x, Shape::kColumns);
+  }
+  __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   constexpr int kFirstServant = Shape::kWarps + Shape::kScoreWarps;
   if (warp >= kFirstServant) {
     give_registers<Shape::kOtherRegisters>();
     if (s.work.walk.exists) serve<Shape>(args, maps, ready, s, warp - kFirstServant);
   } else if (warp >= Shape::kWarps) {
-    if constexpr (Shape::kHasScores) {
+    if constexpr (Shape::kMakesP) {
       give_registers<Shape::kScoreRegisters>();
       const ScoreGroup<kType, Shape> scores{args, maps, s, warp - Shape::kWarps, lane};
       if (s.work.walk.exists) scores.run();
@@ -578,7 +601,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     take_registers<Shape::kWorkRegisters>();
     const WorkGroup<kType, Shape> work{args, s, warp / kGroupWarps, warp % kGroupWarps, lane};
     if (s.work.walk.exists) {
-      if constexpr (Shape::kSplit) {
+      if constexpr (Shape::kMakesMaps) {
+        work.run_state();
+      } else if constexpr (Shape::kSplit) {
         warp < kGroupWarps ? work.run_state() : work.run_outputs();
       } else {
         work.run();
@@ -589,8 +614,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
 }
 
 template <DType kType, class Shape>
-void launch_scan_of(const ChunkArgs& args, const ScanMaps& maps, const uint32_t* ready, const Context& context) {
-  const auto parts = static_cast<unsigned>(count_parts(args.problem, Shape::kColumns));
+void launch_scan_of(const ForwardArgs& args, const ScanMaps& maps, const uint32_t* ready, const Context& context) {
+  const auto parts = static_cast<unsigned>(count_forward_parts<Shape::kMakesMaps>(args, Shape::kColumns));
   launch<scan_kernel<kType, Shape>>("delta_rule chunk_sm90 scan", context,
                                     {parts, Shape::kThreads, sizeof(typename Shape::Shared), true}, args, maps, ready);
 }
@@ -598,18 +623,23 @@ void launch_scan_of(const ChunkArgs& args, const ScanMaps& maps, const uint32_t*
 }  // namespace
 
 template <DType kType>
-void launch_scan(const ChunkArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
+void launch_scan(const ForwardArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
                  const Context& context) {
   const auto of = [&]<class Shape>() { launch_scan_of<kType, Shape>(args, maps, order.ready, context); };
   const int K = padded_k(args.problem.head_dim_k);
+  if (args.segments.chunks > 0) {
+    of.template operator()<Block<128, 2, Makes::kMaps>>();
+    launch_compose(args, context);
+  }
   if (K == 256) {
-    of.template operator()<Block<256, 1, false>>();
+    of.template operator()<Block<256, 1, Makes::kOutputs>>();
   } else if (K == 64) {
-    of.template operator()<Block<64, 1, false>>();
+    of.template operator()<Block<64, 1, Makes::kOutputs>>();
   } else if (columns == kGroupColumns) {
-    of.template operator()<Block<128, 1, false>>();
+    of.template operator()<Block<128, 1, Makes::kOutputs>>();
   } else {
-    order.with_sP ? of.template operator()<Block<128, 2, false>>() : of.template operator()<Block<128, 2, true>>();
+    order.with_sP ? of.template operator()<Block<128, 2, Makes::kOutputs>>()
+                  : of.template operator()<Block<128, 2, Makes::kOutputsAndP>>();
   }
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
+#include "cuda/delta_rule/chunk_sm90/segments.h"
 #include "cuda/sm90/tensor_map.h"
 
 namespace fastweight::cuda::chunk_sm90 {
@@ -30,8 +31,11 @@ TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items);
 // What keeps the kernels of either direction from a problem: the device, or K; empty if nothing does.
 std::string declines_widths(const DeltaRuleSizes& sizes, int most_k, int device);
 
-// Value columns of a block of a scan.
-int scan_columns(const DeltaRuleSizes& sizes, int device);
+// Value columns of a block of a scan with so many walks, over sequences or segments.
+int scan_columns(const DeltaRuleSizes& sizes, int64_t walks, int device);
+
+// .. of a scan forward, which may have segments for sequences.
+int forward_columns(const DeltaRuleSizes& sizes, const ForwardArgs& args, int device);
 
 // Of the chunks of a launch. `o` absent: only states are wanted.
 ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const chunk_16bit::ChunkArgs& args);
@@ -68,10 +72,11 @@ void launch_factors(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, co
 bool takes_head_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes);
 void launch_head_factors(const DeltaRuleInputs& in, const chunk_16bit::ChunkArgs& args, const Context& context);
 
-// One launch, of blocks with 64 or 128 value columns, with K up to 64 or above 128 always 64, with the factors that were made
-// in this order: without sP only for blocks of 128. For bf16 and fp16, a file each.
+// The scan forward, of blocks with 64 or 128 value columns, with K up to 64 or above 128 always 64, with the factors that were
+// made in this order: without sP only for blocks of 128. One launch, or, where sequences are cut into segments, three. For bf16
+// and fp16, a file each.
 template <DType kType>
-void launch_scan(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
+void launch_scan(const ForwardArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
                  const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -3,13 +3,13 @@
 namespace fastweight::cuda::chunk_sm90 {
 
 size_t scan_bytes(int padded_k) {
-  if (padded_k == 256) return sizeof(Block<256, 1, false>::Shared);
-  if (padded_k == 64) return sizeof(Block<64, 1, false>::Shared);
-  return std::max({sizeof(Block<128, 1, false>::Shared), sizeof(Block<128, 2, false>::Shared),
-                   sizeof(Block<128, 2, true>::Shared)});
+  if (padded_k == 256) return sizeof(Block<256, 1, Makes::kOutputs>::Shared);
+  if (padded_k == 64) return sizeof(Block<64, 1, Makes::kOutputs>::Shared);
+  return std::max({sizeof(Block<128, 1, Makes::kOutputs>::Shared), sizeof(Block<128, 2, Makes::kOutputs>::Shared),
+                   sizeof(Block<128, 2, Makes::kOutputsAndP>::Shared)});
 }
 
-template void launch_scan<DType::kBF16>(const ChunkArgs& args, const ScanMaps& maps, int columns,
+template void launch_scan<DType::kBF16>(const ForwardArgs& args, const ScanMaps& maps, int columns,
                                         const FactorOrder& order, const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90

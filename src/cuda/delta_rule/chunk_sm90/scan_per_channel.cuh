@@ -10,14 +10,15 @@
 //
 // With K <= 64 two blocks of 64 columns are on a multiprocessor, as in scan.cuh.
 //
-// A chunk has 80 KB of operands, K <= 64 40 KB, and memory is what binds. They come in three rings, in the order in which they are used,
-// so that the copies of a later chunk begin where a product of this one has ended:
+// A chunk has 80 KB of operands, K <= 64 40 KB, and memory is what binds. They come in three rings, in the order in which
+// they are used, so that the copies of a later chunk begin where a product of this one has ended:
 //
 //     read     reader, v, beta       until bD is made
 //     solve    query, J              until R is there
 //     write    writer, sP, e_n       until the chunk's end
 //
-// Rows beyond the tokens of a chunk are zeros in the copies of the keys and in v.
+// Rows beyond the tokens of a chunk are zeros in the copies of the keys and in v. A scan of maps (segment_plan.h) has neither
+// O nor its operands.
 #pragma once
 
 #include <algorithm>
@@ -30,9 +31,10 @@ namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
 // A block has kGroups warpgroups of the state, and one more, of which three warps have work.
-template <int kK, int kGroups>
+template <int kK, int kGroups, bool kMaps>
 struct ChannelBlock {
-  static_assert(kK == 128 || kGroups == 1);
+  static_assert(kK == 128 || (kGroups == 1 && !kMaps));
+  static constexpr bool kMakesMaps = kMaps;
   static constexpr int kWidth = kK, kStateGroups = kGroups;
   static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
@@ -40,7 +42,7 @@ struct ChannelBlock {
   static constexpr int kBlocksOnOne = kK == 64 ? 2 : 1;  // multiprocessor
   // A warpgroup that has a multiprocessor for itself and the one that serves it needs no more registers.
   static constexpr bool kTakesRegisters = kK == 64 || kGroups == 2;
-  static constexpr int kStateRegisters = kK == 64 ? 216 : 232, kOtherRegisters = 40;
+  static constexpr int kStateRegisters = kK == 64 ? 216 : 224, kOtherRegisters = kK == 64 ? 40 : 56;
   static_assert(kGroups * kStateRegisters + kOtherRegisters <= (kGroups == 2 ? 3 * 168 : 512 / kBlocksOnOne));
   static constexpr int kReadDepth = kK == 64 ? 2 : 3, kDepth = kK == 64 || kGroups == 2 ? 2 : 3;
 
@@ -48,12 +50,14 @@ struct ChannelBlock {
     unsigned char reader[KeyTile<kK>::kBytes], v[kGroups][ValueTile::kBytes];
   };
   struct Solve {
-    unsigned char query[KeyTile<kK>::kBytes], J[LowerTile::kBytes];
+    unsigned char query[kMaps ? 1024 : KeyTile<kK>::kBytes], J[LowerTile::kBytes];
   };
   struct Write {
-    unsigned char writer[KeyTile<kK>::kBytes], sP[LowerTile::kBytes];
+    unsigned char writer[KeyTile<kK>::kBytes], sP[kMaps ? 1024 : LowerTile::kBytes];
   };
   static constexpr uint32_t kBetaBytes = kChunkRows * sizeof(float), kTotalBytes = kK * sizeof(float);
+  static constexpr uint32_t kSolveBytes = LowerTile::kBytes + (kMaps ? 0 : KeyTile<kK>::kBytes);
+  static constexpr uint32_t kWriteBytes = KeyTile<kK>::kBytes + kTotalBytes + (kMaps ? 0 : LowerTile::kBytes);
 
   struct alignas(1024) Shared {
     Read read[kReadDepth];
@@ -64,6 +68,7 @@ struct ChannelBlock {
     alignas(16) float total[kDepth][kK];
     RingBarriers<kReadDepth> of_read;
     RingBarriers<kDepth> of_solve, of_write;
+    ForwardWork work[kGroups];  // of a warpgroup: here it takes no registers
   };
   static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 
@@ -85,7 +90,7 @@ struct ChannelBlock {
 template <class Shape>
 struct ChannelScanBringer {
   static constexpr int kRings = 3;
-  const ChunkArgs& args;
+  const ForwardArgs& args;
   const ChannelScanMaps& maps;
   typename Shape::Shared& s;
 
@@ -107,8 +112,10 @@ struct ChannelScanBringer {
     const int at = turn.at;
     TransactionBarrier& filled = s.of_solve.filled[at];
     s.of_solve.free[at].wait(turn.parity ^ 1);
-    filled.arrive_expecting(sizeof(typename Shape::Solve));
-    load_copy<Shape::kWidth>(s.solve[at].query, maps.keys, kQuery, item, filled);
+    filled.arrive_expecting(Shape::kSolveBytes);
+    if constexpr (!Shape::kMakesMaps) {
+      load_copy<Shape::kWidth>(s.solve[at].query, maps.keys, kQuery, item, filled);
+    }
     load_lower(s.solve[at].J, maps.J, item, filled);
   }
 
@@ -116,16 +123,16 @@ struct ChannelScanBringer {
     const int at = turn.at;
     TransactionBarrier& filled = s.of_write.filled[at];
     s.of_write.free[at].wait(turn.parity ^ 1);
-    filled.arrive_expecting(sizeof(typename Shape::Write) + Shape::kTotalBytes);
+    filled.arrive_expecting(Shape::kWriteBytes);
     load_copy<Shape::kWidth>(s.write[at].writer, maps.keys, kWriter, item, filled);
-    load_lower(s.write[at].sP, maps.sP, item, filled);
+    if constexpr (!Shape::kMakesMaps) load_lower(s.write[at].sP, maps.sP, item, filled);
     load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * Shape::kWidth, Shape::kTotalBytes,
                filled);
   }
 
   __device__ __forceinline__ void run(int64_t parts, int ring) const {
     typename Shape::Turns turn;
-    for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
+    const auto bring = [&](const ScanPart& part, const Walk& walk) {
       for (int c = 0; c < walk.chunks; ++c, turn.next()) {
         const int item = static_cast<int>(args.factors_at(walk.first_chunk + c) + part.head);
         if (ring == 0) {
@@ -136,7 +143,8 @@ struct ChannelScanBringer {
           bring_write(item, turn.other);
         }
       }
-    });
+    };
+    for_each_forward_part<Shape::kWidth, Shape::kMakesMaps>(args, parts, Shape::kColumns, bring);
   }
 };
 
@@ -166,6 +174,7 @@ __device__ __forceinline__ void correct_values(const ValueTile& values, const fl
 template <DType kType, class Shape>
 struct ChannelStateGroup {
   static constexpr int kK = Shape::kWidth;
+  static constexpr bool kMaps = Shape::kMakesMaps;
   const StateColumns<kK, Shape::kStateGroups>& own;
   typename Shape::Shared& s;
   const TensorMap& o_map;
@@ -192,12 +201,16 @@ struct ChannelStateGroup {
     const Walk& walk = own.walk;
     const int warp = own.warp, lane = own.lane;
     StateSums<kK> S = {};
-    own.load_first_state(S);
+    if constexpr (kMaps) {
+      own.begin_map(S);
+    } else {
+      own.load_first_state(S);
+    }
     Fragments<kKeySteps<kK>> rS;
     round_sums<kType, kKeySteps<kK>>(S, rS);
-    Fragments<kTokenSteps> rO;
+    [[maybe_unused]] Fragments<kTokenSteps> rO;
     for (int c = 0; c < walk.chunks; ++c, turn.next()) {
-      own.save_chunk_state(c, rS, S);
+      if constexpr (!kMaps) own.save_chunk_state(c, rS, S);
       const int first = turn.read.at, at = turn.other.at;
       const KeyTile<kK> reader(s.read[first].reader), query(s.solve[at].query), writer(s.write[at].writer);
       const LowerTile J(s.solve[at].J), sP(s.write[at].sP);
@@ -207,16 +220,21 @@ struct ChannelStateGroup {
 #pragma unroll
       for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rS[m], reader.along_rows(0, m), m > 0);
       wgmma_commit();
-      if (c > 0) store_outputs(rO, c - 1);
-      s.of_solve.filled[at].wait(turn.other.parity);
-      wgmma_fence(O);
+      if constexpr (kMaps) {
+        wgmma_wait<0>(X);
+      } else {
+        if (c > 0) store_outputs(rO, c - 1);
+        s.of_solve.filled[at].wait(turn.other.parity);
+        wgmma_fence(O);
 #pragma unroll
-      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(O, rS[m], query.along_rows(0, m), m > 0);
-      wgmma_commit();
-      wgmma_wait<1>(X);
+        for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(O, rS[m], query.along_rows(0, m), m > 0);
+        wgmma_commit();
+        wgmma_wait<1>(X);
+      }
       Fragments<kTokenSteps> bD, R;
       correct_values<kType>(ValueTile(s.read[first].v[own.group]), s.beta[first], warp, lane, X, bD);
       release(s.of_read.free[first], lane);
+      if constexpr (kMaps) s.of_solve.filled[at].wait(turn.other.parity);
       wgmma_fence(X, bD);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
@@ -224,32 +242,45 @@ struct ChannelStateGroup {
       s.of_write.filled[at].wait(turn.other.parity);
 #pragma unroll
       for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile(column_pair(s.total[at], n, lane), S[n], S[n]);
-      wgmma_wait<0>(X, O);
+      if constexpr (kMaps) {
+        wgmma_wait<0>(X);
+      } else {
+        wgmma_wait<0>(X, O);
+      }
       release(s.of_solve.free[at], lane);
       round_sums<kType, kTokenSteps>(X, R);
       wgmma_fence(S, R);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kK>(S, R[m], writer.along_columns(0, m));
       wgmma_commit();
-      wgmma_fence(O);
+      if constexpr (kMaps) {
+        wgmma_wait<0>(S);
+        round_sums<kType, kKeySteps<kK>>(S, rS);
+      } else {
+        wgmma_fence(O);
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
-      wgmma_commit();
-      wgmma_wait<1>(S);
-      round_sums<kType, kKeySteps<kK>>(S, rS);
-      wgmma_wait<0>(O);
-      round_sums<kType, kTokenSteps>(O, rO);
+        for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
+        wgmma_commit();
+        wgmma_wait<1>(S);
+        round_sums<kType, kKeySteps<kK>>(S, rS);
+        wgmma_wait<0>(O);
+        round_sums<kType, kTokenSteps>(O, rO);
+      }
       release(s.of_write.free[at], lane);
     }
-    if (walk.chunks > 0) store_outputs(rO, walk.chunks - 1);
-    own.save_state(walk.chunks, true, S);
+    if constexpr (kMaps) {
+      own.end_map(S);
+    } else {
+      if (walk.chunks > 0) store_outputs(rO, walk.chunks - 1);
+      own.save_state(walk.chunks, true, S);
+    }
   }
 };
 
 // A block per part; a smaller grid goes round.
 template <DType kType, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
-    channel_scan_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ChannelScanMaps maps,
+    channel_scan_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ ChannelScanMaps maps,
                         int64_t parts) {
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
@@ -271,9 +302,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     if constexpr (Shape::kTakesRegisters) take_registers<Shape::kStateRegisters>();
     const bool leader = threadIdx.x % kGroupThreads == 0;
     typename Shape::Turns turn;
-    for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
-      const StateColumns<Shape::kWidth, Shape::kStateGroups> own{args,     part,     walk,
-                                                                 warp / 4, warp % 4, opaque_below<kWarpSize>(lane)};
+    const int group = warp / kGroupWarps;
+    const auto find = [&](int64_t at) {
+      return forward_part_at<Shape::kWidth, Shape::kMakesMaps>(args, at, Shape::kColumns);
+    };
+    for_each_found_part(parts, group, s.work[group], find, [&] {
+      const auto& [part, walk, ends] = s.work[group];
+      const StateColumns<Shape::kWidth, Shape::kStateGroups> own{
+          args, part, walk, ends, group, warp % kGroupWarps, opaque_below<kWarpSize>(lane)};
       ChannelStateGroup<kType, Shape>{own, s, maps.o, leader}.run(turn);
     });
     if (leader) wait_stores_read<0>();
@@ -281,8 +317,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
 }
 
 template <DType kType, class Shape>
-void launch_channel_scan_of(const ChunkArgs& args, const ChannelScanMaps& maps, const Context& context) {
-  const int64_t parts = count_parts(args.problem, Shape::kColumns);
+void launch_channel_scan_of(const ForwardArgs& args, const ChannelScanMaps& maps, const Context& context) {
+  const int64_t parts = count_forward_parts<Shape::kMakesMaps>(args, Shape::kColumns);
   launch<channel_scan_kernel<kType, Shape>>(
       "delta_rule chunk_sm90 scan per channel", context,
       {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},
@@ -292,13 +328,17 @@ void launch_channel_scan_of(const ChunkArgs& args, const ChannelScanMaps& maps, 
 }  // namespace
 
 template <DType kType>
-void launch_channel_scan(const ChunkArgs& args, const ChannelScanMaps& maps, int columns, const Context& context) {
+void launch_channel_scan(const ForwardArgs& args, const ChannelScanMaps& maps, int columns, const Context& context) {
   const auto of = [&]<class Shape>() { launch_channel_scan_of<kType, Shape>(args, maps, context); };
+  if (args.segments.chunks > 0) {
+    of.template operator()<ChannelBlock<128, 2, true>>();
+    launch_compose(args, context);
+  }
   if (padded_k(args.problem.head_dim_k) == 64) {
-    of.template operator()<ChannelBlock<64, 1>>();
+    of.template operator()<ChannelBlock<64, 1, false>>();
   } else {
-    columns == kGroupColumns ? of.template operator()<ChannelBlock<128, 1>>()
-                             : of.template operator()<ChannelBlock<128, 2>>();
+    columns == kGroupColumns ? of.template operator()<ChannelBlock<128, 1, false>>()
+                             : of.template operator()<ChannelBlock<128, 2, false>>();
   }
 }
 

@@ -18,9 +18,8 @@ ChannelScanMaps channel_scan_maps(const DeltaRuleInputs& in, const TensorView& o
 
 size_t channel_scan_bytes(int padded_k);  // of shared memory in the largest block
 
-// One launch, of blocks with 64 or 128 value columns, K up to 64 always 64. For bf16 and fp16, a file each.
+// As launch_scan of scan.h, K up to 64 always with 64 columns. For bf16 and fp16, a file each.
 template <DType kType>
-void launch_channel_scan(const chunk_16bit::ChunkArgs& args, const ChannelScanMaps& maps, int columns,
-                         const Context& context);
+void launch_channel_scan(const ForwardArgs& args, const ChannelScanMaps& maps, int columns, const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -2,7 +2,7 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
-template void launch_channel_scan<DType::kF16>(const ChunkArgs& args, const ChannelScanMaps& maps, int columns,
+template void launch_channel_scan<DType::kF16>(const ForwardArgs& args, const ChannelScanMaps& maps, int columns,
                                                const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/common/warp.cuh"
-#include "cuda/delta_rule/chunk_16bit/window.cuh"
+#include "cuda/delta_rule/chunk_sm90/segments.cuh"
 #include "cuda/delta_rule/chunk_sm90/tiles.cuh"
 #include "cuda/sm90/barriers.cuh"
 #include "cuda/sm90/tma.cuh"
@@ -11,8 +11,6 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
-
-using chunk_16bit::Walk;
 
 // Parts of a scan: ranges of `columns` value columns of a (sequence, value head).
 inline int64_t count_parts(const DeltaRuleDeviceProblem& p, int columns) {
@@ -23,9 +21,18 @@ inline int64_t count_parts(const DeltaRuleDeviceProblem& p, int columns) {
 template <class Body>
 __device__ __forceinline__ void for_each_part(const ChunkArgs& args, int64_t parts, int columns, const Body& body) {
   for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
-    const ScanPart part = scan_part_at(args.problem, args.chunked, at, columns);
-    const Walk walk = chunk_16bit::walk_of(args, part);
+    const auto [part, walk] = sequence_part_at(args, at, columns);
     if (walk.exists) body(part, walk);
+  }
+}
+
+// The same of a scan forward, which may have segments for sequences.
+template <int kK, bool kMaps, class Body>
+__device__ __forceinline__ void for_each_forward_part(const ForwardArgs& args, int64_t parts, int columns,
+                                                      const Body& body) {
+  for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
+    const ForwardWork work = forward_part_at<kK, kMaps>(args, at, columns);
+    if (work.walk.exists) body(work.part, work.walk);
   }
 }
 
@@ -140,13 +147,26 @@ __device__ __forceinline__ void group_barrier(int group) {
   group == 0 ? named_barrier<1>(kGroupThreads) : named_barrier<2>(kGroupThreads);
 }
 
+// As for_each_part, for a warpgroup: body() with what find(at) found in shared memory, where it takes no registers.
+template <class Work, class Find, class Body>
+__device__ __forceinline__ void for_each_found_part(int64_t parts, int group, Work& work, const Find& find,
+                                                    const Body& body) {
+  for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
+    group_barrier(group);
+    if (threadIdx.x % kGroupThreads == 0) work = find(at);
+    group_barrier(group);
+    if (work.walk.exists) body();
+  }
+}
+
 // The columns of a warpgroup, one of kGroups that share the columns of a block; kK channels, of which kParts warpgroups have
 // others each.
 template <int kK, int kGroups, int kParts = 1>
 struct StateColumns {
-  const ChunkArgs& args;
+  const ForwardArgs& args;
   const ScanPart& part;
   const Walk& walk;
+  const bool& ends;       // see ForwardWork
   int group, warp, lane;  // the warp within the warpgroup
   int first_channel = 0;
 
@@ -170,7 +190,15 @@ struct StateColumns {
   __device__ __forceinline__ void load_first_state(StateSums<kK>& S) const {
     if (!walk.opens) {
       chunk_16bit::take_tiles<kStateThreads>(carried(args.carried.taken), S);
-    } else if (args.initial_state.present()) {
+      return;
+    }
+    if constexpr (kK == kMapWidth && kParts == 1) {
+      if (walk.position > 0) {
+        load_state<kMapWidth>(dense(state_before()), 0, column(), kMapWidth, kMapWidth, lane, S);
+        return;
+      }
+    }
+    if (args.initial_state.present()) {
       load_state<kK>(args.initial_state, state_offset(args.initial_state, part) + offset_in(args.initial_state),
                      column(), channels(), args.problem.head_dim_v, lane, S);
     }
@@ -179,11 +207,58 @@ struct StateColumns {
   // The state before chunk c of the walk, or after the last one.
   __device__ __forceinline__ void save_state(int c, bool last, StateSums<kK>& S) const {
     if (last && !walk.closes) return chunk_16bit::give_tiles<kStateThreads>(carried(args.carried.given), S);
+    if (last && !ends) return;  // the state after a segment is the composed one
     const StateAddress place =
         last ? final_state_address(args, part) : chunk_state_address(args, part, walk.span.batch, walk.position + c);
     if (!place.exists) return;
     store_state<kK>(place.states, place.offset + offset_in(place.states), column(), channels(), args.problem.head_dim_v,
                     lane, S);
+  }
+
+  // Of a scan of maps: the columns of h are 0 at first, those of M, which follow them, the identity.
+  __device__ __forceinline__ bool is_on_state() const { return part.column >= kMapWidth; }
+  __device__ __forceinline__ void begin_map(StateSums<kK>& S) const {
+    if (!walk.opens) return chunk_16bit::take_tiles<kStateThreads>(carried_map(args.segments.carried.taken), S);
+    if (!is_on_state()) return;
+#pragma unroll
+    for (int n = 0; n < kKeyTiles<kK>; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row = column() - kMapWidth + lane / 4 + e / 2 * 8, channel = 8 * n + 2 * (lane % 4) + e % 2;
+        S[n][e] = row == channel ? 1.0f : 0.0f;
+      }
+    }
+  }
+  __device__ __forceinline__ void end_map(StateSums<kK>& S) const {
+    if (!walk.closes) return chunk_16bit::give_tiles<kStateThreads>(carried_map(args.segments.carried.given), S);
+    const int64_t begin = walk.span.begin + walk.span.length - segment_tokens(args);
+    float* map = segment_map(args, walk.span.batch, begin, part.head, is_on_state() ? kOnState : kAfter);
+    store_state<kMapWidth>(dense(map), 0, column() - (is_on_state() ? kMapWidth : 0), kMapWidth, kMapWidth, lane, S);
+  }
+
+  // Matrices of composition, [128 value columns, 128 channels].
+  __device__ __forceinline__ static DeviceStates dense(float* states) {
+    DeviceStates dense;
+    dense.data = states;
+    dense.k_stride = 1;
+    dense.v_stride = kMapWidth;
+    return dense;
+  }
+
+  // Where a segment or a tail begins: the state after the segment before it, which may have ended with the last window.
+  __device__ __forceinline__ float* state_before() const {
+    if (first_chunk_of(args.chunked, part.sequence) + walk.position == args.window.begin) {
+      return const_cast<float*>(args.segments.after.taken) +
+             (walk.span.batch * args.problem.num_value_heads + part.head) * kMapFloats;
+    }
+    return segment_map(args, walk.span.batch, walk.span.begin - segment_tokens(args), part.head, kAfter);
+  }
+
+  template <class Float>
+  __device__ __forceinline__ Float* carried_map(Float* maps) const {
+    static_assert(kGroups == 2);
+    const int64_t head = walk.span.batch * args.problem.num_value_heads + part.head;
+    return maps + (2 * head + (is_on_state() ? kOnState : kAfter)) * kMapFloats + 4 * threadIdx.x;
   }
 
   // The same before chunk c from the rounded state, where states have its type and rows along K. Neighbouring lanes

@@ -1,0 +1,48 @@
+// The segments of segment_plan.h, as the host gives them to the kernels.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "cuda/common/launch.h"
+#include "cuda/delta_rule/chunk_16bit/chunk.cuh"
+#include "cuda/delta_rule/chunk_sm90/segment_plan.h"
+
+namespace fastweight::cuda::chunk_sm90 {
+
+// h and M are 128 x 128: only K padded to 128, with V up to 128, is cut.
+inline constexpr int kMapWidth = 128, kMapFloats = kMapWidth * kMapWidth;
+
+template <class Problem>
+int segment_chunks_of(const Problem& problem, const Context& context) {
+  if (padded_k(problem.sizes.head_dim_k) != kMapWidth || problem.sizes.head_dim_v > kMapWidth) return 0;
+  const int64_t some = problem.sizes.num_value_heads, all = problem.args.options.total_value_heads;
+  return segment_chunks(some > all ? some : all, device_attribute(cudaDevAttrMultiProcessorCount, context.device.index),
+                        context.segment_chunks);
+}
+
+// For the verbose line.
+inline std::string segments_text(int64_t chunks) {
+  return chunks > 0 ? ", segments of " + std::to_string(chunks) + " chunks" : "";
+}
+
+// What a scan forward knows of them.
+struct Segments {
+  int64_t chunks = 0;            // of a segment; 0: no sequence is cut
+  int64_t first = 0, count = 0;  // the numbers of those that a window may meet in a row
+  // [N + 1] with offsets: how many segments there are before the sequences.
+  const int64_t* before = nullptr;
+  // [B, count, HV, 2, 128 value columns, 128 channels]: h, in whose place comes the state after the segment, and M^T.
+  float* maps = nullptr;
+  chunk_16bit::WindowStates carried;  // [B, HV, 2]: the same of a segment that is cut by windows, as registers
+  chunk_16bit::WindowStates after;    // [B, HV, 128, 128]: the state after the last segment that a window ends
+};
+
+struct ForwardArgs : chunk_16bit::ChunkArgs {
+  Segments segments;
+};
+
+// The states before all segments, from their maps.
+void launch_compose(const ForwardArgs& args, const Context& context);
+
+}  // namespace fastweight::cuda::chunk_sm90

@@ -1,0 +1,265 @@
+// Sequences that are cut into segments on Hopper (src/cuda/delta_rule/chunk_sm90/segment_plan.h): the plan on the host, and both
+// directions against the double-precision reference and against themselves, with segments so short that there are many.
+#include "cuda/delta_rule/chunk_sm90/segment_plan.h"
+
+#include "tests/sm90/delta_rule_cases.h"
+#include "tests/sm90/testing.h"
+
+namespace fastweight::test {
+namespace {
+
+using cuda::chunk_sm90::kSegmentChunks;
+using cuda::chunk_sm90::segment_chunks;
+using cuda::chunk_sm90::segments_of;
+using support::draw;
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr int kNever = -1;
+
+// Few heads alone, of a device with 132 multiprocessors; a wish comes first.
+TEST(Sm90SegmentPlan, HeadsAndDeviceDecide) {
+  EXPECT_EQ(segment_chunks(1, 132, 0), kSegmentChunks);
+  EXPECT_EQ(segment_chunks(8, 132, 0), kSegmentChunks);
+  EXPECT_EQ(segment_chunks(12, 132, 0), kSegmentChunks);
+  EXPECT_EQ(segment_chunks(16, 132, 0), 0);
+  EXPECT_EQ(segment_chunks(8, 132, kNever), 0);
+  EXPECT_EQ(segment_chunks(96, 132, 5), 5);
+}
+
+TEST(Sm90SegmentPlan, SegmentsComeInFours) {
+  EXPECT_EQ(segments_of(4095, 1024), 0);
+  EXPECT_EQ(segments_of(4096, 1024), 4);
+  EXPECT_EQ(segments_of(8191, 1024), 4);
+  EXPECT_EQ(segments_of(8192, 1024), 8);
+}
+
+// Every segment that a window touches has a number among those of the window.
+TEST(Sm90SegmentPlan, NumbersOfAWindow) {
+  cuda::Sequences sequences;
+  sequences.count = 1;
+  sequences.tokens = 16 * 41;
+  for (int64_t n : {1, 3, 5}) {
+    for (int64_t begin = 0; begin < 41; begin += 4) {
+      const cuda::ChunkWindow window{begin, std::min<int64_t>(begin + 4, 41), 41};
+      const auto [first, count] = cuda::chunk_sm90::segments_in(sequences, 16, n, window);
+      for (int64_t segment = 0; segment < 41 / n; ++segment) {
+        const bool touched = segment * n < window.end && (segment + 1) * n > window.begin;
+        if (touched) EXPECT_TRUE(segment >= first && segment < first + count) << n << " " << begin << " " << segment;
+      }
+      EXPECT_LE(first + count, 41 / n);
+    }
+  }
+}
+
+Context cut_into(int chunks, size_t scratch_bytes = 0) {
+  Context context = context_for("chunk_sm90");
+  context.segment_chunks = chunks;
+  context.scratch_bytes = scratch_bytes;
+  return context;
+}
+
+// With outputs that held NaNs.
+DeltaRuleResults run_into(DeltaRuleResults outputs, const DeltaRuleCase& problem, const Context& context) {
+  for (const auto& [name, tensor] : outputs.named()) outputs.at(name).fill(kNaN);
+  call_of(Mode::kForward, problem, outputs).run(context);
+  return outputs;
+}
+
+DeltaRuleResults run(const DeltaRuleCase& problem, const Context& context) {
+  return run_into(outputs_of(Mode::kForward, problem), problem, context);
+}
+
+void expect_as_reference(const DeltaRuleCase& problem, int chunks) {
+  expect_close(problem, run(problem, cut_into(chunks)), support::forward(problem, reference_context(), true));
+}
+
+// Decays so weak that what a segment begins with still counts where it ends.
+DeltaRuleSpec remembering(DeltaRuleSpec spec) {
+  spec.gate_divisor = 50;
+  return spec;
+}
+
+// The same with chunks of 16 tokens.
+DeltaRuleSpec in_small_chunks(DeltaRuleSpec spec) {
+  spec.options.chunk_size = 16;
+  return remembering(spec);
+}
+
+class Sm90Segments : public ::testing::TestWithParam<Gate> {};
+
+// Twice four segments and a tail, of several rows and grouped heads.
+TEST_P(Sm90Segments, AsReference) {
+  expect_as_reference(draw(with_batch(with_heads(in_small_chunks(wide(GetParam(), 16 * 16 + 35)), 1, 2), 2), 1), 2);
+}
+
+TEST_P(Sm90Segments, WholeChunks) { expect_as_reference(draw(remembering(wide(GetParam(), 64 * 4 + 3)), 2), 1); }
+
+TEST_P(Sm90Segments, Widths) {
+  for (const Widths& widths : {Widths{72, 120}, {128, 40}}) {
+    DeltaRuleSpec spec = in_small_chunks(sized(GetParam(), 70, widths, DType::kF16));
+    spec.initial_state = false;
+    spec.options.state_v_first = true;
+    expect_as_reference(draw(spec, 3), 1);
+  }
+}
+
+// Maps are 128 x 128: other widths are not cut, whatever the caller wishes.
+TEST_P(Sm90Segments, OtherWidthsAreNotCut) {
+  for (const Widths& widths : {Widths{64, 64}, {128, 136}}) {
+    const DeltaRuleCase problem = draw(in_small_chunks(sized(GetParam(), 70, widths)), 17);
+    expect_same_bits(run(problem, cut_into(1)), run(problem, cut_into(kNever)), name_of_widths(widths));
+  }
+}
+
+// Shorter than four segments of 16 tokens, as long, longer, and of none at all.
+DeltaRuleSpec of_sequences(Gate gate) { return with_lengths(in_small_chunks(wide(gate, 0)), {64, 5, 0, 63, 130, 65}); }
+
+TEST_P(Sm90Segments, SequencesOfAllLengths) { expect_as_reference(draw(of_sequences(GetParam()), 4), 1); }
+
+// A sequence alone has the bits that it has among others.
+TEST_P(Sm90Segments, TheBatchDoesNotShow) {
+  const DeltaRuleCase packed = draw(of_sequences(GetParam()), 5);
+  const DeltaRuleResults all = run(packed, cut_into(1));
+  const int64_t begin = 64 + 5 + 63, end = begin + 130;
+  DeltaRuleCase one = slice_tokens(packed, begin, end);
+  one.cu_seqlens = {};
+  one.spec.cu_seqlens = {};
+  one.initial_state = slice(packed.initial_state, 0, 4, 5);
+  const DeltaRuleResults alone = run(one, cut_into(1));
+  EXPECT_TRUE(support::same_bits(alone.o, slice(all.o, 1, begin, end)));
+  EXPECT_TRUE(support::same_bits(alone.final_state, slice(all.final_state, 0, 4, 5)));
+}
+
+// A call that is cut behind four segments, the state handed over: the same bits.
+TEST_P(Sm90Segments, CutsBehindFourDoNotShow) {
+  const DeltaRuleCase problem = draw(in_small_chunks(wide(GetParam(), 64 + 64 + 9)), 6);
+  const Context context = cut_into(1);
+  const DeltaRuleResults whole = run(problem, context), head = run(slice_tokens(problem, 0, 64), context);
+  DeltaRuleCase rest = slice_tokens(problem, 64, 137);
+  rest.initial_state = head.final_state;
+  const DeltaRuleResults tail = run(rest, context);
+  EXPECT_TRUE(support::same_bits(head.o, slice(whole.o, 1, 0, 64)));
+  EXPECT_TRUE(support::same_bits(tail.o, slice(whole.o, 1, 64, 137)));
+  EXPECT_TRUE(support::same_bits(tail.final_state, whole.final_state));
+  EXPECT_TRUE(support::same_bits(tail.chunk_states, slice(whole.chunk_states, 1, 4, 9)));
+}
+
+// Without segments, and with ones of which no sequence has four: the bits of the scan. With them there are others.
+TEST_P(Sm90Segments, Never) {
+  const DeltaRuleCase problem = draw(in_small_chunks(wide(GetParam(), 100)), 7);
+  const DeltaRuleResults never = run(problem, cut_into(kNever));
+  expect_same_bits(run(problem, cut_into(2)), never, "too long for the sequence");
+  EXPECT_FALSE(support::same_bits(run(problem, cut_into(1)).final_state, never.final_state));
+}
+
+TEST(Sm90SegmentConfig, TheVerboseLineNamesThem) {
+  const DeltaRuleCase problem = draw(in_small_chunks(wide(Gate::kPerHead, 64)), 16);
+  std::string line;
+  for (int chunks : {1, kNever}) {
+    Context context = cut_into(chunks);
+    context.verbose = true;
+    context.log_user = &line;
+    context.log = [](void* user, const char* text) { *static_cast<std::string*>(user) = text; };
+    run(problem, context);
+    EXPECT_EQ(line.find("segments of 1 chunks") != std::string::npos, chunks == 1) << line;
+  }
+}
+
+// Windows of four chunks cut segments of three and of five wherever it happens: the same bits.
+TEST_P(Sm90Segments, WindowsDoNotShow) {
+  const auto expect = [](const DeltaRuleSpec& spec, int chunks) {
+    const DeltaRuleCase problem = draw(in_small_chunks(spec), 8);
+    expect_same_bits(run(problem, cut_into(chunks, 1)), run(problem, cut_into(chunks)), "windows");
+  };
+  expect(with_batch(wide(GetParam(), 16 * 13 + 5), 2), 3);
+  expect(sized(GetParam(), 16 * 13 + 5, {128, 40}), 3);
+  expect(with_lengths(wide(GetParam(), 0), {20, 0, 200, 5, 195}), 3);
+  expect(with_lengths(wide(GetParam(), 0), {20, 330}), 5);
+}
+
+// States that a backward makes again are those that the forward kept.
+TEST_P(Sm90Segments, Gradients) {
+  const DeltaRuleCase problem = draw(with_lengths(in_small_chunks(wide(GetParam(), 0)), {20, 75}), 9);
+  const Context context = cut_into(1);
+  const DeltaRuleResults again = support::backward(problem, context);
+  expect_same_bits(support::backward(problem, context, run(problem, context).chunk_states), again, "states");
+  expect_close(problem, again, support::backward(support::in_double(problem), reference_context()));
+}
+
+// What a forward keeps for its backward changes no bit of either.
+TEST_P(Sm90Segments, KeptFactors) {
+  const DeltaRuleCase problem = draw(in_small_chunks(wide(GetParam(), 70)), 10);
+  const Context context = cut_into(1);
+  const int64_t words = delta_rule_kept_words(context, problem.spec.options, problem.spec.dtype, problem.spec.K);
+  const Tensor kept(DType::kI32, {1, 5, problem.spec.HV, words});
+  DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+  const auto call = call_of(Mode::kForward, problem, outputs);
+  call["kept"] = kept.view();
+  call.run(context);
+  EXPECT_TRUE(support::same_bits(outputs.o, run(problem, context).o));
+  DeltaRuleResults from_kept = outputs_of(Mode::kBackward, problem);
+  const auto back = call_of(Mode::kBackward, problem, from_kept);
+  back["kept"] = kept.view();
+  back.run(context);
+  expect_same_bits(from_kept, support::backward(problem, context), "kept");
+}
+
+// NaNs stay in their sequence, and behind the segment that they are in.
+TEST_P(Sm90Segments, NaNsStayWhereTheyAre) {
+  DeltaRuleCase packed = draw(with_lengths(in_small_chunks(wide(GetParam(), 0)), {70, 80, 70}), 11);
+  const DeltaRuleResults clean = run(packed, cut_into(1));
+  const int64_t row = packed.k.size() / packed.spec.T;
+  for (int64_t i = 0; i < row; ++i) packed.k.set((70 + 32) * row + i, kNaN);
+  const DeltaRuleResults results = run(packed, cut_into(1));
+  EXPECT_TRUE(support::same_bits(slice(results.o, 1, 0, 70 + 32), slice(clean.o, 1, 0, 70 + 32)));
+  EXPECT_TRUE(support::same_bits(slice(results.o, 1, 150, 220), slice(clean.o, 1, 150, 220)));
+  for (double value : slice(results.o, 1, 70 + 48, 150).values()) ASSERT_TRUE(std::isnan(value));
+  for (double value : slice(results.final_state, 0, 1, 2).values()) ASSERT_TRUE(std::isnan(value));
+}
+
+// Offsets that the host cannot refuse: the call looks at the memory around its tensors.
+TEST_P(Sm90Segments, MalformedOffsetsStayInside) {
+  DeltaRuleCase problem = draw(with_lengths(in_small_chunks(wide(GetParam(), 0)), {70, 10, 20}), 12);
+  const DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+  for (const std::vector<int64_t>& offsets : {std::vector<int64_t>{0, 90, 30, 100}, {-5, 1 << 30, 0, 1000}}) {
+    problem.cu_seqlens = offsets_of(offsets);
+    for (size_t scratch_bytes : {0, 1}) EXPECT_NO_THROW(run_into(outputs, problem, cut_into(1, scratch_bytes)));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Gates, Sm90Segments, ::testing::Values(Gate::kPerHead, Gate::kPerChannel),
+                         [](const auto& info) { return std::string(name_of(info.param)); });
+
+TEST(Sm90SegmentGates, NoneWeakAndStrong) {
+  expect_as_reference(draw(in_small_chunks(wide(Gate::kNone, 70)), 13), 1);
+  for (Gate gate : {Gate::kPerHead, Gate::kPerChannel}) {
+    DeltaRuleSpec weak = in_small_chunks(wide(gate, 70)), strong = weak, hard = weak;
+    weak.gate_divisor = 1000;
+    strong.gate_divisor = 0.2;
+    hard.hard_gate_fraction = 0.3;
+    for (const DeltaRuleSpec& spec : {weak, strong, hard}) expect_as_reference(draw(spec, 14), 1);
+  }
+}
+
+// Lengths that a captured call never saw.
+TEST(Sm90SegmentGraphs, ReplayWithOtherLengths) {
+  const DeltaRuleCase problem = draw(with_lengths(in_small_chunks(wide(Gate::kPerHead, 0)), {70, 30, 100}), 15);
+  const DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+  const CallOnDevice call(call_of(Mode::kForward, problem, outputs));
+  const support::DeviceStream stream;
+  Context context = cut_into(1);
+  context.stream = stream.get();
+  const support::DeviceGraph graph(stream, [&] { call.enqueue(context); });
+  for (const std::vector<int64_t>& offsets : {std::vector<int64_t>{0, 1, 129, 200}, {0, 130, 130, 200}}) {
+    call["cu_seqlens"].set(offsets_of(offsets));
+    graph.launch(stream);
+    stream.wait();
+    DeltaRuleCase same = problem;
+    same.cu_seqlens = offsets_of(offsets);
+    EXPECT_TRUE(support::same_bits(slice(call["o"].get(), 1, 0, offsets.back()),
+                                   slice(run(same, cut_into(1)).o, 1, 0, offsets.back())));
+  }
+}
+
+}  // namespace
+}  // namespace fastweight::test
