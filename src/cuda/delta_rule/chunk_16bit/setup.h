@@ -207,7 +207,9 @@ inline void use_segments(const SegmentScratch& scratch, int64_t n, chunk_sm90::F
 inline chunk_sm90::ForwardArgs with_segments(const ChunkArgs& args, int chunks) {
   const int64_t tokens = chunks * args.chunked.chunk_size;
   const bool any = tokens > 0 && chunk_sm90::segments_of(args.problem.sequences.tokens, tokens) > 0;
-  return {args, {.chunks = any ? chunks : 0}};
+  chunk_sm90::ForwardArgs cut{args, {}};
+  cut.segments.chunks = any ? chunks : 0;
+  return cut;
 }
 
 // Of the window's chunks.
