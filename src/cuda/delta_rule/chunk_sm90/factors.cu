@@ -33,7 +33,7 @@ struct Pair {
 // With q a warpgroup keeps two products in registers, and there is memory for fewer of them.
 template <int kK, bool kWithP>
 struct Shape {
-  static constexpr int kGroups = factor_groups(kK, kWithP), kThreads = kGroups * kGroupThreads;
+  static constexpr int kGroups = factor_groups(kK, kWithP);
 
   struct alignas(1024) Shared {
     unsigned char k[KeyTile<kK>::kBytes], q[kWithP ? KeyTile<kK>::kBytes : 16];
@@ -241,7 +241,7 @@ struct FactorGroup {
 };
 
 template <DType kType, int kK, bool kWithP>
-__global__ void __launch_bounds__(Shape<kK, kWithP>::kThreads, 1)
+__global__ void __launch_bounds__(Shape<kK, kWithP>::kGroups* kGroupThreads, 1)
     factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, FactorOrder order) {
   wait_for_previous_kernels();
   if (order.ready != nullptr) let_next_kernel_start();
@@ -258,7 +258,8 @@ size_t bytes_of(bool with_sP) {
 
 template <DType kType, int kK, bool kWithP>
 void launch_factors_of(const ChunkArgs& args, const ScanMaps& maps, const FactorOrder& order, const Context& context) {
-  const LaunchShape shape{static_cast<unsigned>(order.blocks), Shape<kK, kWithP>::kThreads, bytes_of<kK>(kWithP), true};
+  const LaunchShape shape{static_cast<unsigned>(order.blocks), Shape<kK, kWithP>::kGroups * kGroupThreads,
+                          bytes_of<kK>(kWithP), true};
   launch<factors_kernel<kType, kK, kWithP>>("delta_rule chunk_sm90 factors", context, shape, args, maps, order);
 }
 
@@ -272,7 +273,7 @@ size_t factors_bytes(int padded_k, bool with_sP) {
 
 void launch_factors(const ChunkArgs& args, const ScanMaps& maps, const FactorOrder& order, const Context& context) {
   chunk_16bit::with_tile(args.problem.k.dtype, padded_k(args.problem.head_dim_k), [&]<DType kType, int kK>() {
-    if constexpr (kK == 256) {
+    if constexpr (kK != 128) {  // no scan of theirs makes sP
       launch_factors_of<kType, kK, true>(args, maps, order, context);
     } else {
       order.with_sP ? launch_factors_of<kType, kK, true>(args, maps, order, context)
