@@ -9,7 +9,8 @@ namespace fastweight::cuda::ttt {
 namespace {
 
 // Brings one mini-batch after the other, by `threads` threads of which this is number `thread`; kThreads where that is
-// known, or 0; without q where nobody reads it; every kEvery-th of them. Rows are copied in pieces of 16 bytes that never see a register where the layout allows it. Step sizes
+// known, or 0; without q where nobody reads it; every kEvery-th of them. Rows are copied in pieces of 16 bytes that never
+// see a register where the layout allows it. Step sizes
 // pass through registers: they are loaded a mini-batch before they are stored, out of the L2 cache that was asked for
 // them earlier, and decoded only then.
 template <int kD, int kC, int kThreads = 0, bool kQueries = true, int kEvery = 1>

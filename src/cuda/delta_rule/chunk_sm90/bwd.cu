@@ -1,8 +1,8 @@
 // The entry chunk_sm90, backward in the chunk form on Hopper: what it takes, its tensor maps and its launches. One decay per
 // head: factors as in chunk_16bit, then scan.cuh, scan_back.cuh, gradients.cuh. One per channel: factors_per_channel.cu,
 // scan_per_channel.cuh, scan_back_per_channel.cuh, gradients_per_channel.cuh. The gradients of chunk_16bit follow for what
-// the last one leaves, and take the place of either for widths that it does not take. With K above 128
-// only the states are made here, as in the forward: the others are the kernels of chunk_16bit.
+// the last one leaves, and take the place of either for widths that it does not take. With K above 128 only the states are
+// made here, as in the forward: the others are the kernels of chunk_16bit.
 #include <algorithm>
 #include <functional>
 #include <limits>

@@ -2,7 +2,8 @@
 // makes, with fewer instructions. See ../chunk.cuh for the equations.
 //
 // One block of eight warps per (chunk, value head), three of them on a multiprocessor, or of four warps and four of them where
-// K <= 64: what binds are instructions, and the time until TMA has brought the rows of k and q, and those of the gates where it can. A thread has two channels of a tile
+// K <= 64: what binds are instructions, and the time until TMA has brought the rows of k and q, and those of the gates
+// where it can. A thread has two channels of a tile
 // of 16 rows, of which its registers have the running sums c_i of log2 of the decays, c for the whole tile. Then
 //
 //     A  = beta rising_k falling^T,     sP = scale rising_q falling^T     (k and q with the factors of their norms)

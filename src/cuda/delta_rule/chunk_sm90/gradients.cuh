@@ -1,4 +1,5 @@
-// The gradients of every chunk on Hopper, for one decay per head or none, K <= 128 and V <= 128. See ../chunk_16bit/gradient.cuh
+// The gradients of every chunk on Hopper, for one decay per head or none, K <= 128 and V <= 128. See
+// ../chunk_16bit/gradient.cuh
 // for the equations, and ../chunk_16bit/gradients.cuh for how norms and sums of M go into them: this kernel computes the
 // same.
 //

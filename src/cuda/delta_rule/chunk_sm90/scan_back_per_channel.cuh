@@ -8,7 +8,8 @@
 //     G = G + d_o^T query
 //     G = G - (beta Y)^T reader      while both run, Y^T = X and dv = beta Y leave, rounded
 //
-// A chunk has 80 KB of operands and leaves 64 KB, with K <= 64 half of it, and memory is what binds. The operands come in two rings, so that the
+// A chunk has 80 KB of operands and leaves 64 KB, with K <= 64 half of it, and memory is what binds. The operands come in
+// two rings, so that the
 // copies of a later chunk begin in the midst of this one:
 //
 //     write    writer, sP, d_o                      until dR is made; d_o stays in registers

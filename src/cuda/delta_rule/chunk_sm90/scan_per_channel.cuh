@@ -83,8 +83,8 @@ struct ChannelBlock {
   };
 };
 
-// The warps that bring the operands, by one lane each: a ring for every one. One thread for all would take as long to start
-// the copies of a chunk as the others take for its products.
+// The warps that bring the operands, by one lane each: a ring for every one. See bring_share of scan.cuh for why not one
+// thread for all.
 // ------------------------------------------------------------------------------------
 
 template <class Shape>
