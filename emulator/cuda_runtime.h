@@ -4,6 +4,7 @@
 
 #include_next <cuda_runtime.h>
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <tuple>
@@ -105,6 +106,7 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
       &mine);
   return mine.out;
 }
+inline int __popc(unsigned x) { return std::popcount(x); }
 inline bool __any_sync(unsigned mask, bool predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline bool __all_sync(unsigned mask, bool predicate) { return __ballot_sync(mask, predicate) == 0xffffffffu; }
 

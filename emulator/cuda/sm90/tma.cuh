@@ -20,8 +20,11 @@ inline unsigned char* shared_byte(uint32_t address, size_t bytes) {
   return static_cast<unsigned char*>(emulator::shared_pointer(address, bytes));
 }
 
-inline void check_box(const emulator::TensorMapData& map, int rank, uint32_t shared) {
+inline void check_box(const emulator::TensorMapData& map, int rank, const int* place, uint32_t shared) {
   if (map.rank != rank) emulator::fail("a copy of another rank than its tensor map");
+  for (int i = 0; i < rank; ++i) {
+    if (static_cast<uint32_t>(place[i]) > map.last[i]) emulator::fail("a box that begins outside of its tensor");
+  }
   if (shared % 128 != 0) emulator::fail("a box in shared memory that is not aligned to 128 bytes");
 }
 
@@ -30,7 +33,7 @@ inline void check_box(const emulator::TensorMapData& map, int rank, uint32_t sha
 template <int kRank>
 void load_box(uint32_t to, const TensorMap& map, const int (&place)[kRank], TransactionBarrier& barrier) {
   const emulator::TensorMapData data = emulator::data_of(map);
-  emulated::check_box(data, kRank, to);
+  emulated::check_box(data, kRank, place, to);
   const size_t bytes = data.element_bytes;
   emulator::for_each_in_box(
       data, place, to, [&](uint32_t shared, char*) { std::memset(emulated::shared_byte(shared, bytes), 0xff, bytes); });
@@ -63,7 +66,7 @@ inline void load_bytes(uint32_t to, const void* from, uint32_t bytes, Transactio
 template <int kRank>
 void store_box(const TensorMap& map, const int (&place)[kRank], uint32_t from) {
   const emulator::TensorMapData data = emulator::data_of(map);
-  emulated::check_box(data, kRank, from);
+  emulated::check_box(data, kRank, place, from);
   const std::vector<int> at(place, place + kRank);
   std::vector<unsigned char> content;  // in the order of the visits
   const size_t bytes = data.element_bytes;

@@ -1,10 +1,10 @@
 // Copies of tiles by the tensor memory accelerator of Hopper, between global and shared memory. For sm_90a alone.
 // emulator/cuda/sm90/tma.cuh says the same in C++.
 //
-// One thread starts a copy for all. Places are in elements, the fastest dimension first. A box may lie outside of the
-// tensor: loads give zeros there, stores write nothing; but a store begins inside (some that did not ended in an illegal
-// instruction on an H200). Tiles in shared memory begin at multiples of 128 bytes, or of
-// pattern_bytes (swizzle.h). Tensor maps are kernel arguments, `const __grid_constant__`.
+// One thread starts a copy for all. Places are in elements, the fastest dimension first. A box begins inside of the tensor
+// (on an H200 some that did not ended in an illegal address or instruction) and may reach beyond it: loads give zeros there,
+// stores write nothing. Tiles in shared memory begin at multiples of 128 bytes, or of pattern_bytes (swizzle.h). Tensor
+// maps are kernel arguments, `const __grid_constant__`.
 #pragma once
 
 #include <cstdint>

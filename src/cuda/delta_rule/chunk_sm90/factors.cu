@@ -13,9 +13,8 @@
 #include <limits>
 
 #include "cuda/common/launch.h"
+#include "cuda/delta_rule/chunk_sm90/copies.cuh"
 #include "cuda/delta_rule/chunk_sm90/factor_steps.cuh"
-#include "cuda/delta_rule/chunk_sm90/scan.h"
-#include "cuda/sm90/tma.cuh"
 
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
@@ -138,13 +137,9 @@ struct FactorGroup {
   __device__ __forceinline__ void load_keys(const Pair& pair) const {
     if (pair.length == 0) return;
     s.filled.arrive_expecting((kWithP ? 2 : 1) * KeyTile<kK>::kBytes);
-    const int missing = kChunkRows - pair.length, end = pair.begin + pair.length;
-#pragma unroll
-    for (int p = 0; p < KeyTile<kK>::kPanels; ++p) {
-      const int place[5] = {p * KeyTile<kK>::kPanelColumns, pair.key_head, missing, end, pair.batch};
-      load_box(KeyTile<kK>(s.k).panel(p), maps.k, place, s.filled);
-      if constexpr (kWithP) load_box(KeyTile<kK>(s.q).panel(p), maps.q, place, s.filled);
-    }
+    const RowsPlace at{pair.key_head, kChunkRows - pair.length, pair.begin + pair.length, pair.batch};
+    load_panels(KeyTile<kK>(s.k), maps.k, 0, args.problem.head_dim_k, at, s.filled);
+    if constexpr (kWithP) load_panels(KeyTile<kK>(s.q), maps.q, 0, args.problem.head_dim_k, at, s.filled);
   }
 
   // Of value head h of a pair's key head, if there is such a pair, by warps 0 and 2.
@@ -174,7 +169,9 @@ struct FactorGroup {
 
   // By one thread: all warps have written the factors of an item and met at a barrier since.
   __device__ __forceinline__ void tell_scan() const {
-    if (order.ready != nullptr && s.written >= 0) publish(order.ready + s.written);
+    if (order.ready == nullptr || s.written < 0) return;
+    fence_async_proxy_of_global();
+    publish(order.ready + s.written);
   }
 
   // The factors of the value heads of pair `at`. The tokens of the first head are there, and `turn` tells where.

@@ -129,14 +129,14 @@ struct BackStorer {
         barriers.G_ready[group].wait(parity);
 #pragma unroll
         for (int p = 0; p < G.kPanels; ++p) {
-          store_box(maps.G, {p * G.kPanelColumns, column, slot}, G.panel(p));
+          if (column < args.padded_v) store_box(maps.G, {p * G.kPanelColumns, column, slot}, G.panel(p));
         }
         commit_stores();
         wait_stores_read<0>();
         barriers.G_left[group].arrive();
         barriers.Y_ready[group].wait(parity);
-        store_box(maps.Y, {0, column, slot}, Y.panel(0));
-        if (args.dv.present()) {
+        if (column < args.padded_v) store_box(maps.Y, {0, column, slot}, Y.panel(0));
+        if (args.dv.present() && column < args.chunk.problem.head_dim_v) {
           const RowsPlace at = rows_of(args.chunk, walk, c, part.head);
           store_box(maps.dv, {column, at.head, at.missing, at.end, at.batch}, dv.panel(0));
         }

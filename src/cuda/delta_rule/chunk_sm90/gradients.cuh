@@ -130,8 +130,8 @@ struct Bringer {
     TransactionBarrier& filled = s.keys_filled[turn % 2];
     s.keys_free[turn % 2].wait(turn / 2 % 2 ^ 1);
     filled.arrive_expecting(2 * Keys::kBytes);
-    load_panels(Keys(s.k[turn % 2]), maps.k, 0, at, filled);
-    load_panels(Keys(s.q[turn % 2]), maps.q, 0, at, filled);
+    load_panels(Keys(s.k[turn % 2]), maps.k, 0, args.chunk.problem.head_dim_k, at, filled);
+    load_panels(Keys(s.q[turn % 2]), maps.q, 0, args.chunk.problem.head_dim_k, at, filled);
   }
 
   // `keys`: the turn of the item's k and q.
@@ -150,15 +150,20 @@ struct Bringer {
                sizeof(numbers.token), filled);
   }
 
+  // Of G or Y, which have so many `rows`: zeros beyond them.
   template <class Tile>
-  __device__ __forceinline__ static void load_rows(const Tile& tile, const TensorMap& map, int slot,
+  __device__ __forceinline__ static void load_rows(const Tile& tile, const TensorMap& map, int rows, int slot,
                                                    TransactionBarrier& filled) {
     constexpr int kBoxes = Block::kWorkGroups;  // of 64 rows
 #pragma unroll
     for (int at = 0; at < kBoxes * Tile::kPanels; ++at) {
       const int p = at / kBoxes, row = at % kBoxes * kGroupColumns;
-      load_box(tile.panel(p) + static_cast<uint32_t>(row * Tile::kRowBytes), map, {p * Tile::kPanelColumns, row, slot},
-               filled);
+      const uint32_t to = tile.panel(p) + static_cast<uint32_t>(row * Tile::kRowBytes);
+      if (row < rows) {
+        load_box(to, map, {p * Tile::kPanelColumns, row, slot}, filled);
+      } else {
+        load_bytes(to, zero_panel, sizeof(zero_panel), filled);
+      }
     }
   }
 
@@ -168,7 +173,7 @@ struct Bringer {
     const auto factors = static_cast<int>(item.factors), slot = static_cast<int>(item.slot);
     s.first_free.wait(busy);
     s.first_filled.arrive_expecting(ValuesTile::kBytes + LowerTile::kBytes + StatesTile::kBytes + WrittenTile::kBytes);
-    load_panels(ValuesTile(s.v), maps.v, 0, at, s.first_filled);
+    load_panels(ValuesTile(s.v), maps.v, 0, args.chunk.problem.head_dim_v, at, s.first_filled);
     load_lower(s.J, maps.J, factors, s.first_filled);
     s.states_free.wait(busy);
     const auto chunk = static_cast<int>(first_chunk_of(args.chunk.chunked, item.span.sequence) + item.span.position);
@@ -177,11 +182,11 @@ struct Bringer {
     for (int p = 0; p < StatesTile::kPanels; ++p) {
       load_box(S.panel(p), maps.S, {p * StatesTile::kPanelColumns, 0, item.head, chunk, at.batch}, s.first_filled);
     }
-    load_rows(WrittenTile(s.Y), maps.Y, slot, s.first_filled);
+    load_rows(WrittenTile(s.Y), maps.Y, args.padded_v, slot, s.first_filled);
     s.second_filled.arrive_expecting(ValuesTile::kBytes + LowerTile::kBytes);
-    load_panels(ValuesTile(s.d_o), maps.d_o, 0, at, s.second_filled);
+    load_panels(ValuesTile(s.d_o), maps.d_o, 0, args.chunk.problem.head_dim_v, at, s.second_filled);
     s.third_filled.arrive_expecting(StatesTile::kBytes);
-    load_rows(G, maps.G, slot, s.third_filled);
+    load_rows(G, maps.G, args.padded_v, slot, s.third_filled);
     s.pairs_free.wait(busy);
     load_lower(s.P, maps.sP, factors, s.second_filled);
   }

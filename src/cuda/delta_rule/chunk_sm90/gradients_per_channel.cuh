@@ -142,12 +142,12 @@ struct ChannelBringer {
     for (int p = 0; p < StatesTile::kPanels; ++p) {
       load_box(S.panel(p), maps.S, {p * StatesTile::kPanelColumns, 0, item.head, chunk, at.batch}, s.first_filled);
     }
-    load_panels(Keys(s.v), maps.v, 0, at, s.first_filled);
-    Bringer<Wide>::load_rows(WrittenTile(s.Y), maps.Y, slot, s.first_filled);
+    load_panels(Keys(s.v), maps.v, 0, args.chunk.problem.head_dim_v, at, s.first_filled);
+    Bringer<Wide>::load_rows(WrittenTile(s.Y), maps.Y, args.padded_v, slot, s.first_filled);
     s.second_filled.arrive_expecting(Keys::kBytes);
-    load_panels(Keys(s.d_o), maps.d_o, 0, at, s.second_filled);
+    load_panels(Keys(s.d_o), maps.d_o, 0, args.chunk.problem.head_dim_v, at, s.second_filled);
     s.third_filled.arrive_expecting(StatesTile::kBytes);
-    Bringer<Wide>::load_rows(StatesTile(s.G), maps.G, slot, s.third_filled);
+    Bringer<Wide>::load_rows(StatesTile(s.G), maps.G, args.padded_v, slot, s.third_filled);
     s.pairs_free.wait(busy);
     load_lower(s.A, maps.J, factors, s.first_filled);
   }
@@ -156,8 +156,8 @@ struct ChannelBringer {
     const RowsPlace at = rows_of(item, item.key_head);
     s.keys_free.wait(turn % 2 ^ 1);
     s.keys_filled.arrive_expecting(2 * Keys::kBytes);
-    load_panels(Keys(s.q), maps.q, 0, at, s.keys_filled);
-    load_panels(Keys(s.k), maps.k, 0, at, s.keys_filled);
+    load_panels(Keys(s.q), maps.q, 0, args.chunk.problem.head_dim_k, at, s.keys_filled);
+    load_panels(Keys(s.k), maps.k, 0, args.chunk.problem.head_dim_k, at, s.keys_filled);
   }
 
   __device__ __forceinline__ void run() const {
@@ -809,10 +809,11 @@ struct ChannelGradientGroup {
     if (thread % kGroupThreads != 0) return;
     const RowsPlace at = rows_of(item, item.key_head);
     const int column = group * PanelOfTokens::kPanelColumns;
-    if (args.dq.present()) {
+    const bool stores = column < args.chunk.problem.head_dim_k;
+    if (stores && args.dq.present()) {
       store_box(maps.dq, {column, at.head, at.missing, at.end, at.batch}, Keys(s.q).panel(group));
     }
-    if (args.dk.present()) {
+    if (stores && args.dk.present()) {
       store_box(maps.dk, {column, at.head, at.missing, at.end, at.batch}, Keys(s.k).panel(group));
     }
     commit_stores();

@@ -128,37 +128,42 @@ struct Turn {
 // The warpgroup that serves the others
 // ----------------------------------------------------------------------------------------------------------
 
-// Until the factors of an item can be copied, where flags tell.
-__device__ __forceinline__ void wait_for_factors(const uint32_t* ready, int64_t item) {
-  if (ready == nullptr) return;
-  while (!is_published(ready + item)) {
-  }
-  fence_async_proxy_of_global();
+// Until the factors of chunk c of a walk can be copied, where flags tell; by all lanes of a warp, each of which looks at
+// those of one of the chunks from c on: it takes long, and the first `known` chunks need no more of it.
+__device__ __forceinline__ void wait_for_factors(const ForwardArgs& args, const uint32_t* ready,
+                                                 const ForwardWork& work, int c, int lane, int& known) {
+  if (ready == nullptr || c < known) return;
+  const int looked_at = min(c + lane, work.walk.chunks - 1);
+  const uint32_t* flag = ready + args.factors_at(work.walk.first_chunk + looked_at) + work.part.head;
+  uint32_t there;
+  do {
+    there = __ballot_sync(kAllLanes, is_published(flag));
+  } while (there % 2 == 0);
+  known = c + __popc(there & ~(there + 1));  // those before the first that is not there
 }
 
 // The operands of chunk c to the ring, a share of them by one thread of each of three warps: to start all copies takes one
 // thread as long as a chunk takes the others. The first announces them all.
 template <class Shape>
-__device__ __forceinline__ void bring_share(const ForwardArgs& args, const ScanMaps& maps, const uint32_t* ready,
-                                            typename Shape::Shared& s, int share, int c, Turn<Shape::kStages>& turn) {
+__device__ __forceinline__ void bring_share(const ForwardArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
+                                            int share, int c, const Turn<Shape::kStages>& turn) {
   const auto& [part, walk, ends] = s.work;
   const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
   const RowsPlace rows = rows_of(args, walk, c, share == 0 ? part.key_head : part.head);
   const int at = turn.stage;
   auto& stage = s.stage[at];
   TransactionBarrier& filled = s.filled[at];
-  if (share > 0) wait_for_factors(ready, item);
   s.free[at].wait(turn.parity ^ 1);
-  turn.next();
   if (share == 0) {
     filled.arrive_expecting(Shape::kStageBytes);
     using Tile = KeyTile<Shape::kWidth>;
-    load_panels(Tile(stage.k), maps.k, 0, rows, filled);
-    if constexpr (!Shape::kMakesMaps) load_panels(Tile(stage.q), maps.q, 0, rows, filled);
+    load_panels(Tile(stage.k), maps.k, 0, args.problem.head_dim_k, rows, filled);
+    if constexpr (!Shape::kMakesMaps) load_panels(Tile(stage.q), maps.q, 0, args.problem.head_dim_k, rows, filled);
   } else if (share == 1) {
 #pragma unroll
     for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
-      load_panels(ValueTile(stage.v[i]), maps.v, part.column + i * kGroupColumns, rows, filled);
+      load_panels(ValueTile(stage.v[i]), maps.v, part.column + i * kGroupColumns, args.problem.head_dim_v, rows,
+                  filled);
     }
     load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows, sizeof(stage.token),
                filled);
@@ -183,9 +188,9 @@ __device__ __forceinline__ void store_output(const ForwardArgs& args, const Scan
   turn.outputs ^= 1;
 #pragma unroll
   for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
-    if (!args.o.present()) continue;
-    store_box(maps.o, {part.column + i * kGroupColumns, at.head, at.missing, at.end, at.batch},
-              ValueTile(s.o[i]).panel(0));
+    const int column = part.column + i * kGroupColumns;
+    if (!args.o.present() || column >= args.problem.head_dim_v) continue;
+    store_box(maps.o, {column, at.head, at.missing, at.end, at.batch}, ValueTile(s.o[i]).panel(0));
   }
   commit_stores();
   wait_stores_read<0>();
@@ -205,18 +210,23 @@ struct StageScores {
   }
 };
 
-// Warps 0 to 2 bring, one lane each; one of the last warp stores, unless maps are made.
+// Warps 0 to 2 bring, by one lane each; one of the last warp stores, unless maps are made.
 template <class Shape>
 __device__ __forceinline__ void serve(const ForwardArgs& args, const ScanMaps& maps, const uint32_t* ready,
-                                      typename Shape::Shared& s, int warp) {
+                                      typename Shape::Shared& s, int warp, int lane) {
   constexpr int kShares = 3;
-  if (!elect_one()) return;
+  const bool chosen = elect_one();
   const int chunks = s.work.walk.chunks;
   Turn<Shape::kStages> turn;
   if (warp < kShares) {
-    for (int c = 0; c < chunks; ++c) bring_share<Shape>(args, maps, ready, s, warp, c, turn);
+    int known = 0;
+    for (int c = 0; c < chunks; ++c, turn.next()) {
+      if (warp > 0) wait_for_factors(args, ready, s.work, c, lane, known);
+      if (chosen) bring_share<Shape>(args, maps, s, warp, c, turn);
+      __syncwarp();
+    }
   } else if constexpr (!Shape::kMakesMaps) {
-    for (int c = 0; c < chunks; ++c) store_output<Shape>(args, maps, s, c, turn);
+    for (int c = 0; chosen && c < chunks; ++c) store_output<Shape>(args, maps, s, c, turn);
   }
 }
 
@@ -590,7 +600,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
   constexpr int kFirstServant = Shape::kWarps + Shape::kScoreWarps;
   if (warp >= kFirstServant) {
     give_registers<Shape::kOtherRegisters>();
-    if (s.work.walk.exists) serve<Shape>(args, maps, ready, s, warp - kFirstServant);
+    if (s.work.walk.exists) serve<Shape>(args, maps, ready, s, warp - kFirstServant, lane);
   } else if (warp >= Shape::kWarps) {
     if constexpr (Shape::kMakesP) {
       give_registers<Shape::kScoreRegisters>();

@@ -96,12 +96,13 @@ struct BackBringer {
     auto& stage = s.stage[at];
     TransactionBarrier& filled = s.filled[at];
     filled.arrive_expecting(Shape::kStageBytes);
-    load_panels(Keys(stage.k), maps.k, 0, keys, filled);
+    load_panels(Keys(stage.k), maps.k, 0, args.problem.head_dim_k, keys, filled);
 #pragma unroll
     for (int i = 0; i < Shape::kStateGroups; ++i) {
-      load_panels(ValueTile(stage.d_o[i]), maps.d_o, part.column + i * kGroupColumns, values, filled);
+      load_panels(ValueTile(stage.d_o[i]), maps.d_o, part.column + i * kGroupColumns, args.problem.head_dim_v, values,
+                  filled);
     }
-    load_panels(Keys(stage.q), maps.q, 0, keys, filled);
+    load_panels(Keys(stage.q), maps.q, 0, args.problem.head_dim_k, keys, filled);
   }
 
   __device__ __forceinline__ void bring_factors(int64_t item, int at, const RingTurn<Shape::kPairStages>& sP) const {

@@ -100,7 +100,8 @@ struct ChannelBackBringer {
     load_copy<Shape::kWidth>(s.write[at].writer, maps.keys, kWriter, item, filled);
 #pragma unroll
     for (int i = 0; i < Shape::kStateGroups; ++i) {
-      load_panels(ValueTile(s.write[at].d_o[i]), maps.d_o, column + i * kGroupColumns, values, filled);
+      load_panels(ValueTile(s.write[at].d_o[i]), maps.d_o, column + i * kGroupColumns, args.problem.head_dim_v, values,
+                  filled);
     }
     load_lower(s.write[at].sP, maps.sP, item, filled);
   }

@@ -103,7 +103,8 @@ struct ChannelScanBringer {
     load_copy<Shape::kWidth>(s.read[at].reader, maps.keys, kReader, item, filled);
 #pragma unroll
     for (int i = 0; i < Shape::kStateGroups; ++i) {
-      load_panels(ValueTile(s.read[at].v[i]), maps.v, column + i * kGroupColumns, values, filled);
+      load_panels(ValueTile(s.read[at].v[i]), maps.v, column + i * kGroupColumns, args.problem.head_dim_v, values,
+                  filled);
     }
     load_bytes(shared_address(s.beta[at]), args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes, filled);
   }
@@ -189,7 +190,7 @@ struct ChannelStateGroup {
     for (int m = 0; m < kTokenSteps; ++m) tile.store_c_transposed(16 * m, own.warp, own.lane, o[m]);
     fence_async_proxy();
     group_barrier(own.group);
-    if (leader && own.args.o.present()) {
+    if (leader && own.args.o.present() && own.first_column() < own.args.problem.head_dim_v) {
       const RowsPlace at = rows_of(own.args, own.walk, c, own.part.head);
       store_box(o_map, {own.first_column(), at.head, at.missing, at.end, at.batch}, tile.panel(0));
       commit_stores();

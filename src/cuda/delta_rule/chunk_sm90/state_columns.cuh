@@ -1,12 +1,10 @@
-// What the scans of chunk_sm90 share: the parts of a block, the copies of operands, and a warpgroup's columns of the state on
+// What the scans of chunk_sm90 share: the parts of a block, and a warpgroup's columns of the state on
 // their way from and to memory.
 #pragma once
 
 #include "cuda/common/warp.cuh"
+#include "cuda/delta_rule/chunk_sm90/copies.cuh"
 #include "cuda/delta_rule/chunk_sm90/segments.cuh"
-#include "cuda/delta_rule/chunk_sm90/tiles.cuh"
-#include "cuda/sm90/barriers.cuh"
-#include "cuda/sm90/tma.cuh"
 #include "cuda/sm90/wgmma.cuh"
 
 namespace fastweight::cuda::chunk_sm90 {
@@ -63,52 +61,11 @@ struct RingTurn {
   }
 };
 
-// A place of token_map, but for the column: the tokens of chunk c of a walk.
-struct RowsPlace {
-  int head, missing, end, batch;
-};
+// The tokens of chunk c of a walk.
 __device__ __forceinline__ RowsPlace rows_of(const ChunkArgs& args, const Walk& walk, int c, int head) {
   const int64_t C = args.chunked.chunk_size, first = c * C, tokens = min(walk.span.length - first, C);
   return {head, kChunkRows - static_cast<int>(tokens), static_cast<int>(walk.span.begin + first + tokens),
           static_cast<int>(walk.span.batch)};
-}
-
-// Columns from `column` on to a tile.
-template <class Tile>
-__device__ __forceinline__ void load_panels(const Tile& tile, const TensorMap& map, int column, const RowsPlace& at,
-                                            TransactionBarrier& barrier) {
-#pragma unroll
-  for (int p = 0; p < Tile::kPanels; ++p) {
-    load_box(tile.panel(p), map, {column + p * Tile::kPanelColumns, at.head, at.missing, at.end, at.batch}, barrier);
-  }
-}
-
-// A copy of the keys with their decays. See ChannelScanMaps.
-template <int kK>
-__device__ __forceinline__ void load_copy(const void* memory, const TensorMap& map, KeyCopy copy, int item,
-                                          TransactionBarrier& barrier) {
-  const KeyTile<kK> tile(memory);
-#pragma unroll
-  for (int p = 0; p < tile.kPanels; ++p) {
-    load_box(tile.panel(p), map, {p * tile.kPanelColumns, 0, copy, item}, barrier);
-  }
-}
-
-// Row blocks of a lower triangular matrix. See lower_map.
-__device__ __forceinline__ void load_lower(const void* memory, const TensorMap& map, int item,
-                                           TransactionBarrier& barrier) {
-  const uint32_t to = shared_address(memory);
-#pragma unroll
-  for (int block = 0; block < kTokenSteps; ++block) {
-    load_box(to + static_cast<uint32_t>(block * kLowerBytes), map,
-             {kChunkRows - 16 * (block + 1), block, 16 * block, item}, barrier);
-  }
-}
-
-// Rows [16 block, +16) of one, without what is above the diagonal block; the caller commits.
-__device__ __forceinline__ void store_lower_rows(const void* memory, const TensorMap& map, int block, int item) {
-  store_box(map, {kChunkRows - 16 * (block + 1), block, 16 * block, item},
-            shared_address(memory) + static_cast<uint32_t>(block * kLowerBytes));
 }
 
 // [64 value columns x 64 tokens] and [64 value columns x K], as C tiles of a warp's 16 columns.
