@@ -65,10 +65,11 @@ PEERS = ("fla", "flashinfer", "flashqla", "cudnn")
 WIDE, LONG = {"B": 1, "T": 8192, "H": 96, "D": 128}, {"B": 2, "T": 16384, "H": 16, "D": 128}
 ONE, MANY = {"B": 1, "T": 1, "H": 32, "D": 128}, {"B": 256, "T": 1, "H": 32, "D": 128}
 GROUPED = {"B": 1, "T": 32768, "H": 16, "HV": 64, "D": 128}
+SHORT, FEW, TWELVE = {"B": 4, "T": 2048, "H": 16, "D": 128}, WIDE | {"H": 8}, WIDE | {"H": 12}
 TTT = {"B": 4, "T": 4096, "H": 32, "D": 64}
 SHAPES = {
-    "forward": {"ttt": (TTT,)},
-    "train": {"gdn": (WIDE, LONG, GROUPED), "ttt": (TTT,)},
+    "forward": {"gdn": (WIDE, LONG, GROUPED, SHORT, FEW), "kda": (WIDE, LONG, TWELVE), "ttt": (TTT,)},
+    "train": {"gdn": (WIDE, LONG, GROUPED), "kda": (WIDE, TWELVE), "ttt": (TTT,)},
     "first_step": {"ttt": (TTT,)},
     "step": {"ttt": ({"B": 1, "T": 1, "H": 32, "D": 64}, {"B": 256, "T": 1, "H": 32, "D": 64})},
     "eager": {"ttt": ({"B": 1, "T": 1, "H": 32, "D": 64},)},

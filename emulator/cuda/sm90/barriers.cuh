@@ -36,7 +36,6 @@ struct TransactionBarrier {
 
 inline void fence_barrier_init() {}
 inline void fence_async_proxy() {}
-inline void fence_async_proxy_of_global() {}
 
 inline bool elect_one() {
   emulator::together(

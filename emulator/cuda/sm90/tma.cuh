@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "cuda/sm90/barriers.cuh"
@@ -23,7 +24,9 @@ inline unsigned char* shared_byte(uint32_t address, size_t bytes) {
 inline void check_box(const emulator::TensorMapData& map, int rank, const int* place, uint32_t shared) {
   if (map.rank != rank) emulator::fail("a copy of another rank than its tensor map");
   for (int i = 0; i < rank; ++i) {
-    if (static_cast<uint32_t>(place[i]) > map.last[i]) emulator::fail("a box that begins outside of its tensor");
+    if (static_cast<uint32_t>(place[i]) <= map.last[i]) continue;
+    const std::string where = std::to_string(place[i]) + " of " + std::to_string(map.last[i] + 1);
+    emulator::fail(("a box that begins outside of its tensor, at " + where).c_str());
   }
   if (shared % 128 != 0) emulator::fail("a box in shared memory that is not aligned to 128 bytes");
 }

@@ -70,12 +70,6 @@ __device__ __forceinline__ void fence_barrier_init() {
 // after a barrier with this thread. Also before TMA loads over memory that this thread has read or written so.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// What was written to global memory with ordinary stores, and has become visible to this thread, can be read by the copies
-// that it starts from here on.
-__device__ __forceinline__ void fence_async_proxy_of_global() {
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
 // True for one lane of the warp, all of whose lanes call it: the same one at every call.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;

@@ -14,9 +14,6 @@ struct BackKernels {
   // Value columns that the scan back publishes together, where the gradients of a chunk begin when it has left them; 0: they
   // begin when it has ended.
   int ready_columns;
-  // Blocks of the scan back, where the gradients can claim what they work on and then run beside the scan back over the next
-  // window; 0: they cannot.
-  int64_t scan_blocks;
   int gradients_on_one;       // blocks of the gradients on a multiprocessor
   bool sums_keys;             // whether these leave sums of dq and dk in memory
   bool leaves_pairs = false;  // whether these have GradientArgs::left

@@ -79,41 +79,25 @@ bool has_factors_of_window(const DeltaRuleBackwardProblem& problem) {
   return knows_states(problem) && !problem.args.kept.present();
 }
 
-// Whether the gradients of a window run beside the scan back over the next: where it leaves an eighth of the device idle, and
-// windows do not part sequences that could be walked at once.
-bool runs_beside_next(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels) {
-  const bool parts_sequences = problem.args.in.cu_seqlens.present() && problem.sizes.num_sequences > 1;
-  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
-  return kernels.scan_blocks > 0 && !parts_sequences && 8 * kernels.scan_blocks <= 7 * multiprocessors;
-}
-
-// What G, Y and, unless they were kept, the factors take is divided by four where it is much and a decay belongs to a
+// What G, Y and, unless they were kept, the factors take is divided by five where it is much and a decay belongs to a
 // head, and kept below a bound. Windows cost time: on an H200, of 96 heads of 8192 tokens, four of them 0.10 ms of 1.3, and
-// with decays per channel 0.17 of 4.4. Where gradients run beside the scan back there are eight, or as many as have
-// kLeastBeside chunks of a row, and memory for two of them.
-struct BackWindows : Windows {
-  int64_t sets = 1;
-};
-BackWindows back_windows(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels, const ChunkArgs& chunk,
-                         const Context& context) {
-  constexpr size_t kMuch = size_t{320} << 20, kMost = size_t{1536} << 20;
-  constexpr int64_t kBeside = 8, kLeastBeside = 8;
+// with decays per channel 0.17 of 4.4.
+Windows back_windows(const DeltaRuleBackwardProblem& problem, const ChunkArgs& chunk, const Context& context) {
+  constexpr size_t kMuch = size_t{320} << 20, kMost = size_t{1} << 30;
   ScratchLayout one;
   if (has_factors_of_window(problem)) take_factors(one, problem, 1, true);
   const int64_t V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
   one.take<uint16_t>(problem.sizes.num_value_heads * V * (K + kChunkRows));
+  const int64_t count = count_for(chunk, one.bytes(), kMost, context);
   const bool much = !has_decay_per_channel(problem) && count_for(chunk, one.bytes(), kMuch, context) > 1;
-  const int64_t count = std::max<int64_t>(count_for(chunk, one.bytes(), kMost, context), much ? 4 : 1);
-  const int64_t beside = std::min(kBeside, whole_window(chunk.chunked).row / kLeastBeside);
-  if (beside < 2 || !runs_beside_next(problem, kernels)) return {windows_of(chunk, count)};
-  return {windows_of(chunk, std::max(beside, 2 * count)), 2};
+  return windows_of(chunk, much ? std::max<int64_t>(count, 5) : count);
 }
 
 struct Scratch {
   int64_t* first_chunk;
-  ChunkFactors factors[2];  // by sets of windows, as G and Y
-  uint32_t* flags;          // of BackProgress; the counters of all windows follow them
-  uint16_t *S, *G[2], *Y[2];
+  ChunkFactors factors;
+  uint32_t* flags;  // of BackProgress; the counters of all windows follow them
+  uint16_t *S, *G, *Y;
   float* carried;
   double* parameter_parts;
   float* key_sums;
@@ -123,7 +107,6 @@ struct Scratch {
 
 // Those of BackProgress, of a chunk and a value head, and in all.
 int ready_ranges(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels) {
-  if (kernels.ready_columns == 0) return 0;
   return static_cast<int>((padded_v(problem) + kernels.ready_columns - 1) / kernels.ready_columns);
 }
 int64_t count_flags(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels, const ChunkArgs& chunk) {
@@ -137,7 +120,7 @@ chunk_sm90::ForwardArgs forward_args(const DeltaRuleBackwardProblem& problem, co
 }
 
 Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& problem, const BackKernels& kernels,
-                     const ChunkArgs& chunk, const BackWindows& windows) {
+                     const ChunkArgs& chunk, const Windows& windows) {
   const int64_t HV = problem.sizes.num_value_heads, V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
   const int64_t slots = chunks_of_window(chunk, windows);
   const int64_t with_factors = problem.args.kept.present()      ? 0
@@ -145,14 +128,12 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
                                                                 : chunk.num_chunks;
   Scratch scratch;
   scratch.first_chunk = take_first_chunks(layout, problem);
-  scratch.flags = layout.take<uint32_t>(count_flags(problem, kernels, chunk) + windows.count);
+  scratch.factors = take_factors(layout, problem, with_factors, true);
+  scratch.flags =
+      layout.take<uint32_t>(kernels.ready_columns > 0 ? count_flags(problem, kernels, chunk) + windows.count : 0);
   scratch.S = layout.take<uint16_t>(has_states(problem) ? 0 : chunk.num_chunks * HV * V * K);
-  for (int64_t set = 0; set < windows.sets; ++set) {
-    const bool shared = set > 0 && !has_factors_of_window(problem);
-    scratch.factors[set] = shared ? scratch.factors[0] : take_factors(layout, problem, with_factors, true);
-    scratch.G[set] = layout.take<uint16_t>(slots * HV * V * K);
-    scratch.Y[set] = layout.take<uint16_t>(slots * HV * V * kChunkRows);
-  }
+  scratch.G = layout.take<uint16_t>(slots * HV * V * K);
+  scratch.Y = layout.take<uint16_t>(slots * HV * V * kChunkRows);
   scratch.carried = take_carried(layout, problem, windows);
   scratch.parameter_parts = layout.take<double>(parameter_sums(problem, chunk).count());
   const int64_t key_sums = (has_decay_per_channel(problem) ? kKeySumsPerChannel : kKeySums) * kChunkRows * K;
@@ -238,7 +219,6 @@ std::string config_text(const DeltaRuleBackwardProblem& problem, const Context&)
 
 BackKernels back_kernels(const DeltaRuleBackwardProblem& problem, const Context& context) {
   return {.ready_columns = runs_beside(problem) ? back_config_of(problem).columns() : 0,
-          .scan_blocks = 0,
           .gradients_on_one = gradients_on_one(problem),
           .sums_keys = sums_keys(problem),
           .scan_states = [&](const ChunkArgs& args) { scan_forward(args, config_of(problem), context); },
@@ -270,57 +250,39 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKern
   args.vector_dv = vectors(call.dv);
   args.padded_v = args.chunk.padded_v();
 
-  const BackWindows windows = back_windows(problem, kernels, args.chunk, context);
+  const Windows windows = back_windows(problem, args.chunk, context);
   ScratchLayout measure;
   take_scratch(measure, problem, kernels, args.chunk, windows);
   const DeviceWorkspace workspace(context, measure.bytes());
   ScratchLayout layout(workspace.data());
   const Scratch scratch = take_scratch(layout, problem, kernels, args.chunk, windows);
   number_chunks(problem, scratch.first_chunk, args.chunk, context);
-  args.chunk.factors = call.kept.present() ? kept_factors(problem, args.chunk) : scratch.factors[0];
+  args.chunk.factors = call.kept.present() ? kept_factors(problem, args.chunk) : scratch.factors;
   args.chunk.factors_of_window = has_factors_of_window(problem);
   if (!call.kept.present() && !args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
   ParameterSums sums = parameter_sums(problem, args.chunk);
+  args.G = scratch.G;
+  args.Y = scratch.Y;
   args.parameter_parts = sums.parts = sums.wanted() ? scratch.parameter_parts : nullptr;
   args.key_sums = kernels.sums_keys ? scratch.key_sums : nullptr;
   args.left = kernels.leaves_pairs ? scratch.left : nullptr;
   if (args.chunk.num_chunks > 0) provide_states(problem, kernels, scratch, args, context);
-  const bool beside = kernels.ready_columns > 0, beside_next = windows.sets > 1;
-  const int64_t flags = count_flags(problem, kernels, args.chunk);
-  if (beside || beside_next) {
+  const bool beside = kernels.ready_columns > 0;
+  const int64_t flags = beside ? count_flags(problem, kernels, args.chunk) : 0;
+  if (beside) {
+    args.progress = {scratch.flags, nullptr, ready_ranges(problem, kernels)};
     const size_t bytes = static_cast<size_t>(flags + windows.count) * sizeof(uint32_t);
     check_cuda(cudaMemsetAsync(scratch.flags, 0, bytes, stream_of(context)), "cudaMemsetAsync");
   }
-  const auto gradients = [&](const GradientArgs& of) {
-    if (of.chunk.num_chunks == 0) return;
-    kernels.gradients(of, gradient_blocks(problem, kernels, chunks_in_window(of.chunk)));
-  };
-  // Where gradients run beside the scan back over the next window, the kernels of windows 0, 1, 2, .. are launched as scan 0,
-  // scan 1, gradients 0, scan 2, gradients 1, ..: a scan lets the gradients after it start at once, and waits for those
-  // before it, whose set of G, Y and factors it takes.
-  GradientArgs before;
   for (int64_t n = 0; n < windows.count; ++n) {
-    uint32_t* const counter = scratch.flags + flags + n;
-    const int64_t set = n % windows.sets;
     args.chunk.window = windows.at(windows.count - 1 - n);
-    args.G = scratch.G[set];
-    args.Y = scratch.Y[set];
     if (windows.count > 1) args.chunk.carried = carried_states(problem, scratch.carried, n);
-    if (beside) args.progress = {scratch.flags, counter, ready_ranges(problem, kernels)};
-    if (args.chunk.factors_of_window) {
-      args.chunk.factors = scratch.factors[set];
-      compute_factors(problem, args.chunk, context);
-    }
+    if (beside) args.progress.counter = scratch.flags + flags + n;
+    if (args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
     kernels.scan_back(args);
-    if (!beside_next) {
-      gradients(args);
-      continue;
-    }
-    if (n > 0) gradients(before);
-    before = args;
-    before.claimed = n + 1 < windows.count ? counter : nullptr;
+    if (args.chunk.num_chunks > 0)
+      kernels.gradients(args, gradient_blocks(problem, kernels, chunks_in_window(args.chunk)));
   }
-  if (beside_next) gradients(before);
   add_parameter_sums(sums, context);
 }
 

@@ -96,7 +96,7 @@ int64_t kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k) {
 std::string config_text(const DeltaRuleForwardProblem& problem, const Context&) { return config_of(problem).text(); }
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
-  forward_in_windows(problem, context, false, 0, [&](const ChunkArgs& args, uint32_t*) {
+  forward_in_windows(problem, context, false, 0, [&](const ChunkArgs& args) {
     compute_factors(problem, args, context);
     scan_forward(args, config_of(problem), context);
   });

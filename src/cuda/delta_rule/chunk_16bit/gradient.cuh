@@ -52,9 +52,6 @@ struct GradientArgs {
   uint16_t* Y = nullptr;  // [slots][HV][padded_v][64], transposed: a row per value column, 0 beyond the chunk's tokens
   int padded_v = 0;       // a multiple of 64; rows from V on are 0
   BackProgress progress;  // absent: the gradients begin when the scan back has ended
-  // [1]: how many pairs of a chunk and a key head have been claimed, where the gradients run beside the scan back over the
-  // next window; absent: they begin when all kernels before them have ended.
-  uint32_t* claimed = nullptr;
 
   // The chunk's share of dA_log and ddt_bias, [chunks][HV][1 + width], width K per channel, else 1; absent where the
   // gate has no parameters.

@@ -68,25 +68,10 @@ __device__ __forceinline__ int64_t pair_from_the_end(const ChunkArgs& args, int6
   return (position < 0 ? rows * width : turn % rows * width + position) * heads + n % heads;
 }
 
-// A block takes one pair of a chunk and a key head after the other: beside a scan back whichever is next, else every
-// gridDim.x-th. By one thread. With BackProgress:
+// With one decay per head a block takes one pair of a chunk and a key head after the other: beside the scan back whichever
+// is next, after it every gridDim.x-th. By one thread.
 __device__ __forceinline__ int64_t first_pair(const GradientArgs& args) {
   return args.progress.present() ? pair_from_the_end(args.chunk, claim(args.progress.counter)) : int64_t{blockIdx.x};
-}
-
-// Beside the scan back over the next window, if it is: the first pair, and the one after an item's, which is claimed only
-// where the item is the last of its pair.
-__device__ __forceinline__ int64_t first_claimed(const GradientArgs& args) {
-  return args.claimed != nullptr ? claim(args.claimed) : blockIdx.x;
-}
-__device__ __forceinline__ int64_t next_claimed(const GradientArgs& args, const Item& item) {
-  return args.claimed != nullptr && item.last ? claim(args.claimed) : item.pair + gridDim.x;
-}
-
-// The scan back over the next window, beside which the gradients run, has waited for the one whose results they take; that
-// it ends before they do is for the kernels after.
-__device__ __forceinline__ void wait_unless_beside_next(const GradientArgs& args) {
-  if (args.claimed == nullptr) wait_for_previous_kernels();
 }
 
 // Whether the scan back has left what the item needs.

@@ -206,11 +206,11 @@ struct Gradients {
 
   // What a block takes, and then after an item.
   __device__ __forceinline__ int64_t pair_before_all() const {
-    return args.left != nullptr ? pair_left_from(blockIdx.x) : first_claimed(args);
+    return args.left != nullptr ? pair_left_from(blockIdx.x) : blockIdx.x;
   }
   __device__ __forceinline__ int64_t pair_after(const Item& item) const {
-    if (args.left == nullptr) return next_claimed(args, item);
-    return item.last ? pair_left_from(item.pair + gridDim.x) : item.pair;
+    if (args.left == nullptr || !item.last) return item.pair + gridDim.x;
+    return pair_left_from(item.pair + gridDim.x);
   }
 
   __device__ __forceinline__ void run_all() const {
@@ -232,10 +232,8 @@ static_assert(sizeof(Shared<128>) <= (228 / 2 - 1) * 1024);
 template <DType kType, int kK>
 __global__ void __launch_bounds__(Shape<kK>::kThreads, Shape<kK>::kBlocksOfSM)
     channel_gradients_kernel(const __grid_constant__ GradientArgs args) {
-  // Pairs that another kernel left are known when it has ended.
-  args.left != nullptr ? wait_for_previous_kernels() : wait_unless_beside_next(args);
-  Gradients<kType, kK>{args, dynamic_shared<Shared<kK>>()}.run_all();
   wait_for_previous_kernels();
+  Gradients<kType, kK>{args, dynamic_shared<Shared<kK>>()}.run_all();
 }
 
 }  // namespace

@@ -237,7 +237,6 @@ inline constexpr size_t kMostFactorBytes = size_t{448} << 20;
 struct ForwardScratch {
   int64_t* first_chunk;
   ChunkFactors factors;
-  uint32_t* flags;  // one for every pair of a chunk and a value head that there are factors of
   float* carried;
   SegmentScratch segments;
 };
@@ -249,13 +248,12 @@ ForwardScratch take_forward_scratch(ScratchLayout& layout, const Problem& proble
   scratch.first_chunk = take_first_chunks(layout, problem);
   scratch.factors =
       take_factors(layout, problem, problem.args.kept.present() ? 0 : chunks_of_window(args, windows), row_numbers);
-  scratch.flags = layout.take<uint32_t>(chunks_of_window(args, windows) * problem.sizes.num_value_heads);
   scratch.carried = take_carried(layout, problem, windows);
   scratch.segments = take_segments(layout, args, windows);
   return scratch;
 }
 
-// A forward: advance(args, flags) makes the factors of a window, with row numbers or without, and goes over its chunks;
+// A forward: advance(args) makes the factors of a window, with row numbers or without, and goes over its chunks;
 // then the next window. Long sequences are cut into segments of `segment_chunks`, unless that is 0.
 template <class Problem, class Advance>
 void forward_in_windows(const Problem& problem, const Context& context, bool row_numbers, int segment_chunks,
@@ -290,7 +288,7 @@ void forward_in_windows(const Problem& problem, const Context& context, bool row
     args.window = windows.at(n);
     if (windows.count > 1) args.carried = carried_states(problem, scratch.carried, n);
     use_segments(scratch.segments, n, args);
-    advance(args, scratch.flags);
+    advance(args);
   }
 }
 

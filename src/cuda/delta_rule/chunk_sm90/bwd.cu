@@ -39,12 +39,6 @@ int columns_of_gradients(const DeltaRuleSizes& sizes) {
   return gradient_columns(padded_k(sizes.head_dim_k), sizes.head_dim_v);
 }
 
-int64_t scan_blocks(const DeltaRuleBackwardProblem& problem) {
-  const DeltaRuleSizes& sizes = problem.sizes;
-  const int columns = columns_of(problem);
-  return sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns);
-}
-
 TensorMap rows_of(const TensorView& x) {
   return x.present() ? token_map(x, kChunkRows, 64, Swizzle::k128) : TensorMap{};
 }
@@ -78,8 +72,8 @@ WindowMaps window_maps(const DeltaRuleBackward& call, const GradientArgs& args) 
 void scan_states(const DeltaRuleBackwardProblem& problem, const ForwardArgs& args, const Context& context) {
   const int columns = forward_columns(problem.sizes, args, context.device.index);
   const ScanMaps maps = scan_maps(problem.args.in, {}, args);
-  problem.args.in.k.dtype == DType::kBF16 ? launch_scan<DType::kBF16>(args, maps, columns, {}, context)
-                                          : launch_scan<DType::kF16>(args, maps, columns, {}, context);
+  problem.args.in.k.dtype == DType::kBF16 ? launch_scan<DType::kBF16>(args, maps, columns, true, context)
+                                          : launch_scan<DType::kF16>(args, maps, columns, true, context);
 }
 
 void scan_back(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, const Context& context) {
@@ -272,9 +266,6 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
       kernels.sums_keys = false;
       kernels.gradients = [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); };
     }
-  }
-  if (scans_back && (chunk_16bit::has_decay_per_channel(problem) || takes_gradients(problem.sizes))) {
-    kernels.scan_blocks = scan_blocks(problem);
   }
   chunk_16bit::backward_in_windows(problem, kernels, context);
 }

@@ -5,10 +5,6 @@
 // and goes through factor_steps.cuh for all value heads of the key head, which share the products. q and k of the next
 // pair come by TMA as soon as both products have been made, its gates and beta while two warps of the four have nothing to
 // do.
-//
-// Where the scan leaves multiprocessors idle, it may begin early (FactorOrder): blocks that it needs the room of leave
-// after their share of the first pairs, the others go on, and a flag tells the scan of every pair of a chunk and a value
-// head that is there. The scan begins when all blocks of this kernel have begun; so it never waits for one that has not.
 #include <algorithm>
 #include <limits>
 
@@ -38,7 +34,6 @@ struct Shape {
     unsigned char k[KeyTile<kK>::kBytes], q[kWithP ? KeyTile<kK>::kBytes : 16];
     FactorScratch scratch;
     Pair pair[3];  // this one and the next two
-    int written;   // the last item, of which the scan is to be told; -1: none
     TransactionBarrier filled;
   };
 };
@@ -100,12 +95,7 @@ struct FactorGroup {
   __device__ __forceinline__ void barrier() const { group_barrier(group); }
 
   // Which pair this warpgroup takes after number n.
-  __device__ __forceinline__ int pair_after(int n) const {
-    const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-    if (n >= order.first) return n + kGroups * order.late_blocks;
-    if (n + kGroups * blocks < order.first) return n + kGroups * blocks;
-    return block < order.late_blocks ? order.first + group * order.late_blocks + block : order.pairs;
-  }
+  __device__ __forceinline__ int pair_after(int n) const { return n + kGroups * static_cast<int>(gridDim.x); }
 
   // The chunk at a position of a row of the window. With offsets there is one row, and maybe no such chunk.
   __device__ __forceinline__ void find_chunk(int row, int position, Pair& pair) const {
@@ -123,7 +113,7 @@ struct FactorGroup {
     }
   }
 
-  // Pair number n. Chunks come in the order in which the scan needs them: the first ones of all rows, then the next ones.
+  // Pair number n.
   __device__ __forceinline__ void find_pair(int n, Pair& pair) const {
     pair.number = n;
     pair.length = 0;
@@ -167,13 +157,6 @@ struct FactorGroup {
     row[chunk_16bit::kRstdOfK * kChunkRows] = s.scratch.rstd_k[i];
   }
 
-  // By one thread: all warps have written the factors of an item and met at a barrier since.
-  __device__ __forceinline__ void tell_scan() const {
-    if (order.ready == nullptr || s.written < 0) return;
-    fence_async_proxy_of_global();
-    publish(order.ready + s.written);
-  }
-
   // The factors of the value heads of pair `at`. The tokens of the first head are there, and `turn` tells where.
   __device__ __forceinline__ void run_pair(int at, uint32_t parity, int& turn) const {
     const int heads = args.problem.group;
@@ -194,13 +177,9 @@ struct FactorGroup {
       const Pair& following = more ? pair : next;
       chunk_16bit::RawGates raw;
       if (warp % 2 == 0) raw = load_tokens(following, more ? h + 1 : 0);
-      if (is_chosen()) {
-        tell_scan();
-        s.written = item;
-        if (h == 0) {
-          load_keys(next);
-          find_pair(pair_after(next.number), s.pair[(at + 2) % 3]);
-        }
+      if (is_chosen() && h == 0) {
+        load_keys(next);
+        find_pair(pair_after(next.number), s.pair[(at + 2) % 3]);
       }
       steps().template apply_decays<kWithP>(tokens, kk, qk, results);
       steps().invert_diagonal(results);
@@ -221,10 +200,9 @@ struct FactorGroup {
   __device__ __forceinline__ void run() const {
     const int blocks = static_cast<int>(gridDim.x), n = group * blocks + static_cast<int>(blockIdx.x);
     if (is_chosen()) {
-      s.written = -1;
       s.filled.init(1);
       fence_barrier_init();
-      find_pair(n < order.first ? n : pair_after(n - kGroups * blocks), s.pair[0]);
+      find_pair(n, s.pair[0]);
       load_keys(s.pair[0]);
       find_pair(pair_after(s.pair[0].number), s.pair[1]);
     }
@@ -232,8 +210,6 @@ struct FactorGroup {
     if (warp % 2 == 0) finish_tokens(load_tokens(s.pair[0], 0), s.pair[0], 0, s.scratch.tokens[0]);
     int turn = 0, at = 0;
     for (uint32_t parity = 0; s.pair[at].length > 0; parity ^= 1, at = (at + 1) % 3) run_pair(at, parity, turn);
-    barrier();
-    if (is_chosen()) tell_scan();
   }
 };
 
@@ -241,7 +217,7 @@ template <DType kType, int kK, bool kWithP>
 __global__ void __launch_bounds__(Shape<kK, kWithP>::kGroups* kGroupThreads, 1)
     factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, FactorOrder order) {
   wait_for_previous_kernels();
-  if (order.ready != nullptr) let_next_kernel_start();
+  let_next_kernel_start();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   auto& s = (&aligned_shared<typename Shape<kK, kWithP>::Shared>())[warp / kGroupWarps];
   FactorGroup<kType, kK, kWithP>{args, maps, order, s, warp / kGroupWarps, warp % kGroupWarps, lane}.run();
@@ -279,16 +255,12 @@ void launch_factors(const ChunkArgs& args, const ScanMaps& maps, const FactorOrd
   });
 }
 
-FactorOrder one_by_one(const ChunkArgs& args, bool with_sP, int multiprocessors) {
+FactorOrder factor_order(const ChunkArgs& args, bool with_sP, int multiprocessors) {
   const DeltaRuleDeviceProblem& p = args.problem;
   const int groups = factor_groups(padded_k(p.head_dim_k), with_sP);
-  FactorOrder order;
-  order.with_sP = with_sP;
-  order.pairs = static_cast<int>(chunk_16bit::chunks_in_window(args) * (p.num_value_heads / p.group));
-  order.first = order.pairs;
-  order.blocks = std::min((order.pairs + groups - 1) / groups, multiprocessors);
-  if (p.sequences.offsets == nullptr) order.rows = static_cast<int>(p.sequences.count);
-  return order;
+  const auto pairs = static_cast<int>(chunk_16bit::chunks_in_window(args) * (p.num_value_heads / p.group));
+  const int rows = p.sequences.offsets == nullptr ? static_cast<int>(p.sequences.count) : 1;
+  return {with_sP, pairs, rows, std::min((pairs + groups - 1) / groups, multiprocessors)};
 }
 
 bool takes_head_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes) {
@@ -306,7 +278,7 @@ void launch_head_factors(const DeltaRuleInputs& in, const ChunkArgs& args, const
   maps.k = token_map(in.k, kChunkRows, 64, Swizzle::k128);
   maps.q = token_map(in.q, kChunkRows, 64, Swizzle::k128);
   const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, in.q.device.index);
-  launch_factors(args, maps, one_by_one(args, true, multiprocessors), context);
+  launch_factors(args, maps, factor_order(args, true, multiprocessors), context);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -30,19 +30,10 @@ bool fits_places(const DeltaRuleForwardProblem& problem, int64_t num_chunks) {
   return sizes.tokens <= kMost && std::max(num_chunks * sizes.num_value_heads, ranges) <= kMost;
 }
 
-void clear_flags(const ChunkArgs& args, uint32_t* flags, const Context& context) {
-  const size_t bytes = static_cast<size_t>(count_items(args)) * sizeof(uint32_t);
-  check_cuda(cudaMemsetAsync(flags, 0, bytes, stream_of(context)), "cudaMemsetAsync");
-}
-
 TensorMap rows_map(const TensorView& x) { return token_map(x, kChunkRows, 64, Swizzle::k128); }
 
 int multiprocessors_of(const DeltaRuleForwardProblem& problem) {
   return device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
-}
-
-int64_t heads_of(const DeltaRuleForwardProblem& problem) {
-  return problem.sizes.num_sequences * problem.sizes.num_value_heads;
 }
 
 ForwardArgs cut_args(const DeltaRuleForwardProblem& problem, const Context& context) {
@@ -57,28 +48,6 @@ int columns_of(const DeltaRuleForwardProblem& problem, const Context& context) {
 bool leaves_sP_to_scan(const DeltaRuleForwardProblem& problem, const Context& context) {
   const int columns = columns_of(problem, context);
   return columns == 128 && problem.sizes.head_dim_v <= columns;
-}
-
-// Where a scan that makes sP leaves multiprocessors idle, it begins when so many factors are there that the others can be
-// made on those beside it: 0.38 ms instead of 0.43 with 96 heads of 8192 tokens on an H200. Scans with narrow blocks lose
-// by it. With offsets chunks are numbered sequence after sequence, and the last one would wait for all factors; so would the
-// last segment.
-FactorOrder factor_order(const DeltaRuleForwardProblem& problem, const ForwardArgs& args, bool with_sP,
-                         uint32_t* ready) {
-  constexpr double kFactorsOfStep = 1.5;  // items that a multiprocessor makes while a block of the scan does a chunk
-  const DeltaRuleDeviceProblem& p = args.problem;
-  const int blocks = multiprocessors_of(problem);
-  FactorOrder order = one_by_one(args, with_sP, blocks);
-  const int groups = factor_groups(padded_k(problem.sizes.head_dim_k), order.with_sP);
-  const int64_t heads = heads_of(problem), idle = blocks - heads;
-  if (p.sequences.offsets != nullptr || args.segments.chunks > 0 || order.with_sP || 16 * idle < blocks ||
-      order.pairs < 2 * groups * blocks)
-    return order;
-  const double beside = kFactorsOfStep * static_cast<double>(idle) / static_cast<double>(heads);
-  order.first = std::max(static_cast<int>((1 - beside) * order.pairs), groups * blocks);
-  order.late_blocks = static_cast<int>(idle);
-  order.ready = ready;
-  return order;
 }
 
 }  // namespace
@@ -156,7 +125,7 @@ std::string config_text(const DeltaRuleForwardProblem& problem, const Context& c
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
   const int columns = columns_of(problem, context), segments = segment_chunks_of(problem, context);
   if (chunk_16bit::has_decay_per_channel(problem)) {
-    chunk_16bit::forward_in_windows(problem, context, false, segments, [&](const ForwardArgs& args, uint32_t*) {
+    chunk_16bit::forward_in_windows(problem, context, false, segments, [&](const ForwardArgs& args) {
       chunk_16bit::compute_factors(problem, args, context);
       const ChannelScanMaps maps =
           args.num_chunks > 0 ? channel_scan_maps(problem.args.in, problem.args.o, args) : ChannelScanMaps{};
@@ -166,19 +135,16 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
     return;
   }
   const bool row_numbers = leaves_sP_to_scan(problem, context);
-  const auto advance = [&](const ForwardArgs& args, uint32_t* flags) {
+  const auto advance = [&](const ForwardArgs& args) {
     ScanMaps maps{};
-    FactorOrder order;
     if (args.num_chunks > 0) {
       maps = scan_maps(problem.args.in, problem.args.o, args);
-      order = factor_order(problem, args, !row_numbers, flags);
-      if (order.ready != nullptr) clear_flags(args, flags, context);
-      launch_factors(args, maps, order, context);
+      launch_factors(args, maps, factor_order(args, !row_numbers, multiprocessors_of(problem)), context);
     }
     if (args.problem.k.dtype == DType::kBF16) {
-      launch_scan<DType::kBF16>(args, maps, columns, order, context);
+      launch_scan<DType::kBF16>(args, maps, columns, !row_numbers, context);
     } else {
-      launch_scan<DType::kF16>(args, maps, columns, order, context);
+      launch_scan<DType::kF16>(args, maps, columns, !row_numbers, context);
     }
   };
   chunk_16bit::forward_in_windows(problem, context, row_numbers, segments, advance);

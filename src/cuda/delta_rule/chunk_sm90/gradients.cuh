@@ -115,6 +115,13 @@ __device__ __forceinline__ RowsPlace rows_of(const Item& item, int head) {
 // The warp that brings the operands, by one lane
 // ------------------------------------------------------------------------------------
 
+// Which of the states before the chunks of its row an item reads. Offsets out of order may name a chunk that the caller has
+// none of; it gets another.
+__device__ __forceinline__ int state_chunk(const ChunkArgs& args, const Item& item) {
+  const int64_t chunk = first_chunk_of(args.chunked, item.span.sequence) + item.span.position;
+  return static_cast<int>(min(chunk, args.state_chunks - 1));
+}
+
 template <class Block>
 struct Bringer {
   using Keys = typename Block::Keys;
@@ -176,7 +183,7 @@ struct Bringer {
     load_panels(ValuesTile(s.v), maps.v, 0, args.chunk.problem.head_dim_v, at, s.first_filled);
     load_lower(s.J, maps.J, factors, s.first_filled);
     s.states_free.wait(busy);
-    const auto chunk = static_cast<int>(first_chunk_of(args.chunk.chunked, item.span.sequence) + item.span.position);
+    const int chunk = state_chunk(args.chunk, item);
     const StatesTile S(s.S), G(s.G);
 #pragma unroll
     for (int p = 0; p < StatesTile::kPanels; ++p) {
@@ -192,7 +199,7 @@ struct Bringer {
   }
 
   __device__ __forceinline__ void run() const {
-    chunk_16bit::first_item<Block::kColumns>(args.chunk, chunk_16bit::first_claimed(args), s.next[0]);
+    chunk_16bit::first_item<Block::kColumns>(args.chunk, blockIdx.x, s.next[0]);
     uint32_t keys = 0;
     for (uint32_t turn = 0;; ++turn) {
       const Item& item = s.next[turn % 2];
@@ -201,8 +208,7 @@ struct Bringer {
       bring_numbers(item, turn, keys - 1);
       if (!exists) return;
       bring_operands(item, turn);
-      chunk_16bit::find_next<Block::kColumns>(args.chunk, item, chunk_16bit::next_claimed(args, item),
-                                              s.next[(turn + 1) % 2]);
+      chunk_16bit::find_next<Block::kColumns>(args.chunk, item, item.pair + gridDim.x, s.next[(turn + 1) % 2]);
     }
   }
 };
@@ -705,7 +711,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
     fence_barrier_init();
   }
   const auto thread = static_cast<int>(threadIdx.x);
-  chunk_16bit::wait_unless_beside_next(args);
+  wait_for_previous_kernels();
   __syncthreads();
   const int warp = uniform_warp(), lane = thread % kWarpSize;
   if (warp >= kWarps) {
@@ -717,7 +723,6 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
     take_registers<Block::kWorkRegisters>();
     GradientGroup<kType, Block, kGrouped>{args, maps, s, warp / 4, warp % 4, lane, thread}.run();
   }
-  wait_for_previous_kernels();
 }
 
 }  // namespace

@@ -136,7 +136,7 @@ struct ChannelBringer {
     s.first_filled.arrive_expecting(2 * Keys::kBytes + StatesTile::kBytes + WrittenTile::kBytes + LowerTile::kBytes);
     load_copy<kWidth>(s.reader, maps.keys, kReader, factors, s.first_filled);
     s.states_free.wait(busy);
-    const auto chunk = static_cast<int>(first_chunk_of(args.chunk.chunked, item.span.sequence) + item.span.position);
+    const int chunk = state_chunk(args.chunk, item);
     const StatesTile S(s.S);
 #pragma unroll
     for (int p = 0; p < StatesTile::kPanels; ++p) {
@@ -161,7 +161,7 @@ struct ChannelBringer {
   }
 
   __device__ __forceinline__ void run() const {
-    chunk_16bit::first_item<kWidth>(args.chunk, chunk_16bit::first_claimed(args), s.next[0]);
+    chunk_16bit::first_item<kWidth>(args.chunk, blockIdx.x, s.next[0]);
     uint32_t keys = 0;
     for (uint32_t turn = 0;; ++turn) {
       const Item& item = s.next[turn % 2];
@@ -169,7 +169,7 @@ struct ChannelBringer {
       if (item.span.sequence < 0) return;
       bring_operands(item, turn);
       if (item.first) bring_keys(item, keys++);
-      chunk_16bit::find_next<kWidth>(args.chunk, item, chunk_16bit::next_claimed(args, item), s.next[(turn + 1) % 2]);
+      chunk_16bit::find_next<kWidth>(args.chunk, item, item.pair + gridDim.x, s.next[(turn + 1) % 2]);
     }
   }
 };
@@ -964,7 +964,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     fence_barrier_init();
   }
   const auto thread = static_cast<int>(threadIdx.x);
-  chunk_16bit::wait_unless_beside_next(args);
+  wait_for_previous_kernels();
   __syncthreads();
   const int warp = uniform_warp(), lane = thread % kWarpSize;
   if (warp >= kWorkerWarps) {
@@ -972,11 +972,9 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     const int role = warp - kWorkerWarps;
     if (role == 0 && elect_one()) ChannelBringer{args, maps, s}.run();
     if (role == 1) prefetch_gates(args, s, lane);
-    wait_for_previous_kernels();
   } else {
     take_registers<kChannelGradientRegisters>();
     ChannelGradientGroup<kType, kNorm>{args, maps, s, warp / 4, warp % 4, lane, thread}.run();
-    wait_for_previous_kernels();
   }
 }
 

@@ -128,20 +128,6 @@ struct Turn {
 // The warpgroup that serves the others
 // ----------------------------------------------------------------------------------------------------------
 
-// Until the factors of chunk c of a walk can be copied, where flags tell; by all lanes of a warp, each of which looks at
-// those of one of the chunks from c on: it takes long, and the first `known` chunks need no more of it.
-__device__ __forceinline__ void wait_for_factors(const ForwardArgs& args, const uint32_t* ready,
-                                                 const ForwardWork& work, int c, int lane, int& known) {
-  if (ready == nullptr || c < known) return;
-  const int looked_at = min(c + lane, work.walk.chunks - 1);
-  const uint32_t* flag = ready + args.factors_at(work.walk.first_chunk + looked_at) + work.part.head;
-  uint32_t there;
-  do {
-    there = __ballot_sync(kAllLanes, is_published(flag));
-  } while (there % 2 == 0);
-  known = c + __popc(there & ~(there + 1));  // those before the first that is not there
-}
-
 // The operands of chunk c to the ring, a share of them by one thread of each of three warps: to start all copies takes one
 // thread as long as a chunk takes the others. The first announces them all.
 template <class Shape>
@@ -212,21 +198,16 @@ struct StageScores {
 
 // Warps 0 to 2 bring, by one lane each; one of the last warp stores, unless maps are made.
 template <class Shape>
-__device__ __forceinline__ void serve(const ForwardArgs& args, const ScanMaps& maps, const uint32_t* ready,
-                                      typename Shape::Shared& s, int warp, int lane) {
+__device__ __forceinline__ void serve(const ForwardArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
+                                      int warp) {
   constexpr int kShares = 3;
-  const bool chosen = elect_one();
+  if (!elect_one()) return;
   const int chunks = s.work.walk.chunks;
   Turn<Shape::kStages> turn;
   if (warp < kShares) {
-    int known = 0;
-    for (int c = 0; c < chunks; ++c, turn.next()) {
-      if (warp > 0) wait_for_factors(args, ready, s.work, c, lane, known);
-      if (chosen) bring_share<Shape>(args, maps, s, warp, c, turn);
-      __syncwarp();
-    }
+    for (int c = 0; c < chunks; ++c, turn.next()) bring_share<Shape>(args, maps, s, warp, c, turn);
   } else if constexpr (!Shape::kMakesMaps) {
-    for (int c = 0; chosen && c < chunks; ++c) store_output<Shape>(args, maps, s, c, turn);
+    for (int c = 0; c < chunks; ++c) store_output<Shape>(args, maps, s, c, turn);
   }
 }
 
@@ -576,8 +557,7 @@ struct WorkGroup {
 // A block per part.
 template <DType kType, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
-    scan_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ ScanMaps maps,
-                const uint32_t* ready) {
+    scan_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ ScanMaps maps) {
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {
@@ -590,8 +570,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     s.o_taken.init(1);
     fence_barrier_init();
   }
-  // Beside the factors: their blocks have waited for all kernels before them when this one begins.
-  if (ready == nullptr) wait_for_previous_kernels();
+  wait_for_previous_kernels();
+  let_next_kernel_start();
   if (threadIdx.x == 0) {
     s.work = forward_part_at<Shape::kWidth, Shape::kMakesMaps>(args, blockIdx.x, Shape::kColumns);
   }
@@ -600,7 +580,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
   constexpr int kFirstServant = Shape::kWarps + Shape::kScoreWarps;
   if (warp >= kFirstServant) {
     give_registers<Shape::kOtherRegisters>();
-    if (s.work.walk.exists) serve<Shape>(args, maps, ready, s, warp - kFirstServant, lane);
+    if (s.work.walk.exists) serve<Shape>(args, maps, s, warp - kFirstServant);
   } else if (warp >= Shape::kWarps) {
     if constexpr (Shape::kMakesP) {
       give_registers<Shape::kScoreRegisters>();
@@ -620,22 +600,20 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
       }
     }
   }
-  wait_for_previous_kernels();
 }
 
 template <DType kType, class Shape>
-void launch_scan_of(const ForwardArgs& args, const ScanMaps& maps, const uint32_t* ready, const Context& context) {
+void launch_scan_of(const ForwardArgs& args, const ScanMaps& maps, const Context& context) {
   const auto parts = static_cast<unsigned>(count_forward_parts<Shape::kMakesMaps>(args, Shape::kColumns));
   launch<scan_kernel<kType, Shape>>("delta_rule chunk_sm90 scan", context,
-                                    {parts, Shape::kThreads, sizeof(typename Shape::Shared), true}, args, maps, ready);
+                                    {parts, Shape::kThreads, sizeof(typename Shape::Shared), true}, args, maps);
 }
 
 }  // namespace
 
 template <DType kType>
-void launch_scan(const ForwardArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
-                 const Context& context) {
-  const auto of = [&]<class Shape>() { launch_scan_of<kType, Shape>(args, maps, order.ready, context); };
+void launch_scan(const ForwardArgs& args, const ScanMaps& maps, int columns, bool with_sP, const Context& context) {
+  const auto of = [&]<class Shape>() { launch_scan_of<kType, Shape>(args, maps, context); };
   const int K = padded_k(args.problem.head_dim_k);
   if (args.segments.chunks > 0) {
     of.template operator()<Block<128, 2, Makes::kMaps>>();
@@ -648,8 +626,8 @@ void launch_scan(const ForwardArgs& args, const ScanMaps& maps, int columns, con
   } else if (columns == kGroupColumns) {
     of.template operator()<Block<128, 1, Makes::kOutputs>>();
   } else {
-    order.with_sP ? of.template operator()<Block<128, 2, Makes::kOutputs>>()
-                  : of.template operator()<Block<128, 2, Makes::kOutputsAndP>>();
+    with_sP ? of.template operator()<Block<128, 2, Makes::kOutputs>>()
+            : of.template operator()<Block<128, 2, Makes::kOutputsAndP>>();
   }
 }
 

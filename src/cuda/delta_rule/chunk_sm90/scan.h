@@ -44,20 +44,15 @@ ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const chunk_1
 // memory.
 constexpr int factor_groups(int padded_k, bool with_sP) { return padded_k == 256 ? 2 : with_sP ? 4 : 6; }
 
-// In which order the factors are made of the pairs of a chunk of the window and a key head, and by whom.
+// How the factors are made of the pairs of a chunk of the window and a key head.
 struct FactorOrder {
   bool with_sP = true;  // else the scan makes it, and q is not read
   int pairs = 0;
-  int rows = 1;         // of the batch, whose chunks take turns
-  int blocks = 0;       // one for a multiprocessor
-  int first = 0;        // pairs that all blocks share; the others are left to
-  int late_blocks = 0;  // so many, the first ones
-  // Flags of the items, set when their factors can be read. Absent: the scan begins when all are there.
-  uint32_t* ready = nullptr;
+  int rows = 1;    // of the batch, whose chunks take turns
+  int blocks = 0;  // which take one pair after the other
 };
 
-// One after the other, by all multiprocessors.
-FactorOrder one_by_one(const chunk_16bit::ChunkArgs& args, bool with_sP, int multiprocessors);
+FactorOrder factor_order(const chunk_16bit::ChunkArgs& args, bool with_sP, int multiprocessors);
 
 // Of shared memory in a block, the widest. With K above 128 there is none that leaves sP out.
 size_t factors_bytes(int padded_k, bool with_sP);
@@ -72,11 +67,10 @@ void launch_factors(const chunk_16bit::ChunkArgs& args, const ScanMaps& maps, co
 bool takes_head_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes);
 void launch_head_factors(const DeltaRuleInputs& in, const chunk_16bit::ChunkArgs& args, const Context& context);
 
-// The scan forward, of blocks with 64 or 128 value columns, with K up to 64 or above 128 always 64, with the factors that were
-// made in this order: without sP only for blocks of 128. One launch, or, where sequences are cut into segments, three. For bf16
-// and fp16, a file each.
+// The scan forward, of blocks with 64 or 128 value columns, with K up to 64 or above 128 always 64, with factors
+// with sP or, for blocks of 128, without. One launch, or, where sequences are cut into segments, three. For bf16 and fp16, a
+// file each.
 template <DType kType>
-void launch_scan(const ForwardArgs& args, const ScanMaps& maps, int columns, const FactorOrder& order,
-                 const Context& context);
+void launch_scan(const ForwardArgs& args, const ScanMaps& maps, int columns, bool with_sP, const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90

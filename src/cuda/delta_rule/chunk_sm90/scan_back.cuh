@@ -263,7 +263,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     fence_barrier_init();
   }
   wait_for_previous_kernels();
-  let_next_kernel_start();  // the gradients of the window before
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {

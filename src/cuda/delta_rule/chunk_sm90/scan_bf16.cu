@@ -9,7 +9,7 @@ size_t scan_bytes(int padded_k) {
                    sizeof(Block<128, 2, Makes::kOutputsAndP>::Shared)});
 }
 
-template void launch_scan<DType::kBF16>(const ForwardArgs& args, const ScanMaps& maps, int columns,
-                                        const FactorOrder& order, const Context& context);
+template void launch_scan<DType::kBF16>(const ForwardArgs& args, const ScanMaps& maps, int columns, bool order,
+                                        const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -2,7 +2,7 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
-template void launch_scan<DType::kF16>(const ForwardArgs& args, const ScanMaps& maps, int columns,
-                                       const FactorOrder& order, const Context& context);
+template void launch_scan<DType::kF16>(const ForwardArgs& args, const ScanMaps& maps, int columns, bool order,
+                                       const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90
