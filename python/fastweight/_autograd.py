@@ -33,6 +33,17 @@ def run(operator, *arguments):
         raise translated(error, operator._opname) from None
 
 
+def with_dense_rows(x: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient on CUDA whose rows do not lie together, such as that of a sum, in one piece.
+
+    Some kernels take no others, and which of them runs should not depend on how a gradient came about.
+    """
+    if x is None or not x.is_cuda:
+        return x
+    has_gaps = x.stride(-1) != 1 or any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
+    return x.contiguous() if has_gaps else x
+
+
 def differentiable(
     name: str,
     *,
@@ -62,7 +73,7 @@ def differentiable(
         @staticmethod
         @once_differentiable
         def backward(ctx, *output_gradients):
-            output_gradients = output_gradients[:num_output_gradients]
+            output_gradients = [with_dense_rows(x) for x in output_gradients[:num_output_gradients]]
             if all(x is None for x in output_gradients):
                 return (None,) * (num_inputs + len(ctx.options))
             mask = sum(needed << index for index, needed in enumerate(ctx.needs_input_grad[:num_inputs]))

@@ -23,6 +23,8 @@ MODES = ("affine", "in_order")
 # What forward and backward together cost over those of one device, per token of a middle rank with K = V: the products
 # of a map beside the 24 of the operator itself (docs/context-parallel.md). With two ranks to a sequence nobody needs M.
 _AFFINE_COST = {2: 34 / 24, 3: 38 / 24}
+# On CUDA maps are computed in fp32, next to an operator on 16-bit tensor cores (measured on an H200, the same place).
+_AFFINE_COST_ON_CUDA = 12.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +173,8 @@ class CPContext:
             return self.mode
         stages = -(-num_heads // self.heads_per_stage(device, num_heads, group))
         in_order = 1 + (self.longest_chain - 1) / stages
-        return "in_order" if in_order <= _AFFINE_COST[min(max(self.longest_chain, 2), 3)] else "affine"
+        affine = _AFFINE_COST[min(max(self.longest_chain, 2), 3)] if device.type == "cpu" else _AFFINE_COST_ON_CUDA
+        return "in_order" if in_order <= affine else "affine"
 
 
 def build_cp_context(
@@ -196,7 +199,7 @@ def build_cp_context(
         mode: how states cross the ranks. `"affine"`: every rank computes what its tokens do to any state, and the ranks
             compose these maps after one exchange. `"in_order"`: states are passed from rank to rank, a few heads at a
             time, with the bits of one device where the cuts are multiples of the chunk size. None: the one that costs
-            less, which is `"affine"` on CUDA. TTT-Linear always passes its states in order.
+            less. TTT-Linear always passes its states in order.
         align: cuts inside a sequence are moved down to a multiple of so many tokens from its start. TTT-Linear asks for
             its chunk size, and the bits of one device for that of the operators.
         tokens_per_rank: how many tokens each rank holds; None: `total // ranks`, with the remainder spread.

@@ -120,7 +120,6 @@ __global__ void __launch_bounds__(kThreads, 1) compose_kernel(const __grid_const
     fence_barrier_init();
   }
   wait_for_previous_kernels();
-  let_next_kernel_start();
   __syncthreads();
   const int ranges = (args.problem.head_dim_v + kColumns - 1) / kColumns;
   const int64_t row = blockIdx.x / ranges, number = row / args.problem.num_value_heads;

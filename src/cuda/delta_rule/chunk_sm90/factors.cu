@@ -217,7 +217,6 @@ template <DType kType, int kK, bool kWithP>
 __global__ void __launch_bounds__(Shape<kK, kWithP>::kGroups* kGroupThreads, 1)
     factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, FactorOrder order) {
   wait_for_previous_kernels();
-  let_next_kernel_start();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   auto& s = (&aligned_shared<typename Shape<kK, kWithP>::Shared>())[warp / kGroupWarps];
   FactorGroup<kType, kK, kWithP>{args, maps, order, s, warp / kGroupWarps, warp % kGroupWarps, lane}.run();

@@ -571,7 +571,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     fence_barrier_init();
   }
   wait_for_previous_kernels();
-  let_next_kernel_start();
   if (threadIdx.x == 0) {
     s.work = forward_part_at<Shape::kWidth, Shape::kMakesMaps>(args, blockIdx.x, Shape::kColumns);
   }
