@@ -83,9 +83,8 @@ TEST_P(Sm90Decays, GroupsNormsAndRawGates) {
   expect_as_reference(draw(spec, 7));
 }
 
-// Long enough that factors are made beside the scan on a device of a few multiprocessors: of several heads, and of several
-// rows.
-TEST(Sm90DeltaRuleForward, FactorsBesideTheScan) {
+// More chunks than a device of a few multiprocessors makes the factors of at once: of several heads, and of several rows.
+TEST(Sm90DeltaRuleForward, SeveralTurnsOfTheFactors) {
   DeltaRuleSpec spec = with_heads(wide(Gate::kPerHead, 64 * 17 + 1), 3, 1);
   spec.options.qk_l2norm = spec.options.gate_in_kernel = spec.options.beta_sigmoid = true;
   expect_as_reference(draw(spec, 21));
