@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from . import _delta_rule
 from ._autograd import run
+from ._compiler import outside_graphs
 from ._cp_context import CPContext, Received, all_gather, send
 from ._library import operators
 
@@ -423,7 +424,7 @@ class _Function(torch.autograd.Function):
         return None, None, *results
 
 
-@torch.compiler.disable
+@outside_graphs
 def delta_rule(
     cp_context: CPContext,
     inputs: tuple,
@@ -450,7 +451,7 @@ def delta_rule(
     return o, final_state if bits & _delta_rule.OUTPUT_FINAL_STATE else None
 
 
-@torch.compiler.disable
+@outside_graphs
 def ttt_linear(
     cp_context: CPContext, inputs: tuple, options: tuple, output_final_state: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -538,7 +539,7 @@ class _ConvStates(torch.autograd.Function):
         return None, None, d_tail[width - ctx.count :].unsqueeze(0).to(dtype), d_initial
 
 
-@torch.compiler.disable
+@outside_graphs
 def conv_states(
     cp_context: CPContext, rows: Sequence[Tensor], width: int, initial_state: Tensor | None = None
 ) -> Tensor | None:

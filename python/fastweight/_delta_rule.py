@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import differentiable, fake_gradients, needs_gradient, run
+from ._compiler import constant_result
 from ._info import DELTA_RULE_SWITCHES
 from ._library import argument_names, operators
 
@@ -93,7 +94,7 @@ def _dtype_of_kept_states(q: Tensor, options: int, disable_recompute: bool) -> t
     return state_dtype(q) if disable_recompute else None
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _kept_words(device: int, gate: int, dtype: torch.dtype, head_dim_k: int) -> int:
     return operators.delta_rule_kept_words(device, gate, dtype, head_dim_k)
 

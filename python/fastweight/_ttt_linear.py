@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import differentiable, fake_gradients, needs_gradient, run
+from ._compiler import constant_result
 from ._delta_rule import state_dtype
 from ._library import argument_names, operators
 
@@ -29,7 +30,7 @@ _forward = differentiable(
 )
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _kept_words(device: int, mini_batch: int, dtype: torch.dtype, head_dim: int) -> int:
     return operators.ttt_linear_kept_words(device, mini_batch, dtype, head_dim)
 

@@ -38,14 +38,17 @@ def test_built_with_cuda():
             assert _info.devices(family, mode) == {"cpu", "cuda"}
 
 
-def test_importing_leaves_cuda_alone():
+def test_importing_leaves_cuda_and_the_compiler_alone():
     """The kernels are in the package, CUDA's driver is not: a process that imports it has loaded nothing of CUDA on our
-    behalf, and may still fork."""
+    behalf, and may still fork. Nor has it waited for PyTorch's compiler, which takes as long as PyTorch."""
     script = """
-        import torch
+        import sys, torch
         before = {line.split()[-1] for line in open("/proc/self/maps") if "libcuda" in line}
         import fastweight
         fastweight.info()
+        x = torch.rand(1, 20, 2, 8, requires_grad=True)
+        fastweight.ops.chunk_delta_rule(x, x, x, x[..., 0])[0].sum().backward()
+        assert "torch._dynamo" not in sys.modules
         assert {line.split()[-1] for line in open("/proc/self/maps") if "libcuda" in line} == before
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=300)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from fastweight import _delta_rule, ops
+from fastweight._compiler import constant_result, outside_graphs
 from helpers import assert_close, draw, leaves
 from test_delta_rule import CHUNK, OPS, RECURRENT
 from test_related import OPERATORS
@@ -164,7 +165,7 @@ def compile_cases():
             yield pytest.param(*case.values, *INDUCTOR.values, marks=INDUCTOR.marks, id=f"{case.id}-inductor")
 
 
-@pytest.mark.parametrize(("function", "tensors", "backend"), compile_cases())
+@pytest.mark.parametrize(("function", "tensors", "backend"), list(compile_cases()))
 def test_compile_without_a_graph_break(function, tensors, backend):
     torch._dynamo.reset()
 
@@ -180,6 +181,14 @@ def test_compile_without_a_graph_break(function, tensors, backend):
         torch.testing.assert_close(a, b)
     with torch.no_grad():
         torch.testing.assert_close(loss(x), compiled(x))
+
+
+def test_marks_for_the_compiler():
+    """Those that leave it unloaded say what PyTorch's own say."""
+    assert vars(constant_result(lambda: None)) == vars(torch.compiler.assume_constant_result(lambda: None))
+    eager = outside_graphs(lambda x: x * 2)
+    explained = torch._dynamo.explain(lambda x: eager(x + 1) + 1)(torch.ones(2))
+    assert explained.graph_break_count == 1
 
 
 def test_compile_with_a_symbolic_length():
