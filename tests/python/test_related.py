@@ -160,8 +160,22 @@ def test_constant_decay():
         o, state = function(**x, g_gamma=gamma, output_final_state=True)
         assert_close("o", o, wanted[0], 1e-10)
         assert_close("state", state, wanted[1], 1e-10)
-    with pytest.raises(ValueError, match="g: expected none with g_gamma"):
-        ops.chunk_simple_gla(**x, g=torch.zeros(2, 33, 2), g_gamma=gamma)
+    # Beside a decay per token the two multiply, as in fla.
+    g = -torch.rand(2, 33, 2, dtype=torch.float64)
+    wanted = expected("simple_gla", x | {"g": g + gamma})
+    for function in (ops.chunk_simple_gla, ops.fused_recurrent_simple_gla, ops.fused_chunk_simple_gla):
+        leaf = g.clone().requires_grad_()
+        o, state = function(**x, g=leaf, g_gamma=gamma, output_final_state=True)
+        assert_close("o", o, wanted[0], 1e-10)
+        assert_close("state", state, wanted[1], 1e-10)
+        assert torch.autograd.grad(o.sum(), leaf)[0].abs().sum() > 0
+    state = x.pop("initial_state")
+    assert_close("o of a step", ops.gla_step(**x, state=state, g=g, g_gamma=gamma), wanted[0], 1e-10)
+    assert_close("state", state, wanted[1], 1e-10)
+    with pytest.raises(ValueError, match=r"g_gamma: expected shape \[2\], got \[3\]"):
+        ops.chunk_simple_gla(**x, g=g, g_gamma=torch.zeros(3))
+    with pytest.raises(ValueError, match="g_gamma: expected none unless the gate is per head"):
+        ops.gla_step(**x, state=state, g=torch.zeros_like(x["q"]), g_gamma=gamma)
 
 
 def test_state_v_first():
@@ -216,6 +230,26 @@ def test_normalised_linear_attention(cu_seqlens, reverse):
     assert_close("z", z_end.transpose(1, 2).transpose(-1, -2), both_states[..., -1:], 1e-10)
     q = x["q"][:, :6].clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda q: ops.chunk_linear_attn(q, x["k"][:, :6], x["v"][:, :6])[0], q)
+
+
+def test_normalised_linear_attention_in_a_graph():
+    """Packed sequences, too: no shape follows from the lengths."""
+    x = leaves(draw("linear_attn", T=40, N=4), torch.float32)
+
+    def run(x, cu_seqlens):
+        o, (state, z) = ops.chunk_linear_attn(**x, output_final_state=True, cu_seqlens=cu_seqlens)
+        return o, state, z
+
+    results = run(x, CU)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(x, CU)
+    for a, b in zip(compiled, results, strict=True):
+        torch.testing.assert_close(a, b)
+    gradients = (torch.autograd.grad(y[0].sum(), list(x.values())) for y in (compiled, results))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+    meta = run({name: value.to("meta") for name, value in x.items()}, CU.to("meta"))
+    for a, b in zip(meta, results, strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
 
 def test_parallel_simple_gla():

@@ -19,6 +19,15 @@ def gate_of(g: Tensor | None, g_gamma: Tensor | None = None) -> int:
     return PER_CHANNEL if g.dim() == 4 else PER_HEAD
 
 
+def one_gate(g: Tensor | None, g_gamma: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The two decays of simple GLA as one: the library takes either."""
+    if g is None or g_gamma is None or g.dim() != 3:
+        return g, g_gamma
+    if list(g_gamma.shape) != [g.shape[2]]:
+        raise ValueError(f"g_gamma: expected shape {[g.shape[2]]}, got {list(g_gamma.shape)}")
+    return g + g_gamma.detach().to(torch.promote_types(g.dtype, torch.float32)), None
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -34,6 +43,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """(o, final_state); o in the type of q."""
     _checks.sequences(q, initial_state, cu_seqlens)
+    g, g_gamma = one_gate(g, g_gamma)
     dtype, gate = q.dtype, gate_of(g, g_gamma)
     if q.shape[-1] > MOST_KEYS:
         return _in_ranges(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ... import _checks, _related
-from ._forward import CHUNK_SIZE, forward, gate_of
+from ._forward import CHUNK_SIZE, forward, gate_of, one_gate
 
 
 def fused_recurrent_gla(
@@ -62,7 +62,7 @@ def gla_step(
         state: `[slots, H, K, V]` fp32 or bf16, fp64 where q is (`[slots, H, V, K]` with `state_v_first`), read and
             written.
         g: None: linear attention. `[B, T, H]`: simple GLA. `[B, T, H, K]`: GLA. The logarithm of the decay.
-        g_gamma: `[H]`, in place of g: the logarithm of a decay that all tokens share.
+        g_gamma: `[H]`, simple GLA too: the logarithm of a decay that all tokens share, on top of g.
         scale: factor of the output; None: `K ** -0.5`.
         state_indices: `[N]` int32 or int64, the slot of each sequence, none twice; -1 skips a sequence: no state
             changes and its o is 0. None: sequence n has slot n, and `slots` is N.
@@ -71,5 +71,6 @@ def gla_step(
     Returns:
         o `[B, T, H, V]` in the type of q.
     """
+    g, g_gamma = one_gate(g, g_gamma)
     options = (gate_of(g, g_gamma), scale, CHUNK_SIZE, state_v_first)
     return _related.gla.step(state, state_indices, (q, k, v, g, None, g_gamma, cu_seqlens), options)

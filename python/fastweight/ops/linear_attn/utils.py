@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..utils.cumsum import chunk_global_cumsum
-from ..utils.index import prepare_sequence_ids
+from ..gla._forward import forward
 
 _EPS = 1e-10
 
@@ -20,8 +19,8 @@ def normalize_with_z_state(
     reverse: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`o_t / (scale q_t . z_t + 1e-10)` with `z_t` the sum of the keys up to t, or from t on in reverse, with
-    gradients.
+    """`o_t / (scale q_t . z_t + 1e-10)` with `z_t` the sum of the keys up to t, or from t on in reverse, on the CPU,
+    with gradients. The sum is the state of linear attention with values that are 1, and runs on it.
 
     Args:
         o: `[B, T, H, V]`.
@@ -34,20 +33,12 @@ def normalize_with_z_state(
         `(o, z)`: o in its type, and the sums after the last token (in reverse: the first) `[N, 1, H, K]` in the type of
         k. An empty sequence keeps its z_init, or zeros.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    z = chunk_global_cumsum(k, reverse=reverse, cu_seqlens=cu_seqlens, output_dtype=wide)
     N = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    start = z.new_zeros(N, 1, *k.shape[2:]) if z_init is None else z_init.to(wide)
-    if cu_seqlens is None:
-        z = z + start
-        last = (z[:, :1] if reverse else z[:, -1:]) if z.shape[1] > 0 else start
-    else:
-        z = z + start[prepare_sequence_ids(cu_seqlens).long()].transpose(0, 1)
-        offsets = cu_seqlens.long()
-        is_empty = offsets[1:] == offsets[:-1]
-        at = (offsets[:-1] if reverse else offsets[1:] - 1).clamp(0, max(z.shape[1] - 1, 0))
-        last = start
-        if z.shape[1] > 0:
-            last = torch.where(is_empty[:, None, None, None], start, z[0, at].unsqueeze(1))
-    denominator = (scale * q.to(wide) * z).sum(-1, keepdim=True) + _EPS
-    return (o.to(wide) / denominator).to(o.dtype), last.to(k.dtype)
+    expected = [N, 1, *k.shape[2:]]
+    if z_init is not None and list(z_init.shape) != expected:
+        raise ValueError(f"z_init: expected shape {expected}, got {list(z_init.shape)}")
+    wide = torch.promote_types(q.dtype, torch.float32)
+    ones = q.new_ones((*k.shape[:3], 1), dtype=wide)
+    start = None if z_init is None else z_init.permute(0, 2, 3, 1)
+    products, z = forward(q.to(wide), k.to(wide), ones, None, None, scale, start, True, False, cu_seqlens, reverse)
+    return (o.to(wide) / (products + _EPS)).to(o.dtype), z.permute(0, 3, 1, 2).to(k.dtype)

@@ -36,7 +36,7 @@ def chunk_simple_gla(
         q, k: `[B, T, H, K]`, fp32, bf16, fp16 or fp64 (slow); of different types all count as the widest.
         v: `[B, T, H, V]`.
         g: `[B, T, H]`, the logarithm of the decay; any floating type.
-        g_gamma: `[H]`, in place of g: the logarithm of a decay that all tokens share. It has no gradient.
+        g_gamma: `[H]`, the logarithm of a decay that all tokens share, on top of g. It has no gradient.
         scale: factor of the output; None: `K ** -0.5`.
         initial_state: `[N, H, K, V]` (`[N, H, V, K]` with `state_v_first`); None: zeros.
         output_final_state: whether to return the state after the last token.
