@@ -37,6 +37,11 @@ def four_axes(**tensors: Tensor) -> None:
             raise ValueError(f"{name}: expected rank 4, got shape {list(x.shape)}")
 
 
+def shape(name: str, x: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(x.shape) != tuple(expected):
+        raise ValueError(f"{name}: expected shape {list(expected)}, got {list(x.shape)}")
+
+
 def sequences(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> None:
     if cu_seqlens is None:
         return
@@ -46,6 +51,23 @@ def sequences(q: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
         raise ValueError(
             f"initial_state: expected one state for each of the {cu_seqlens.shape[0] - 1} sequences of cu_seqlens, "
             f"got {initial_state.shape[0]}"
+        )
+
+
+def offsets(cu_seqlens: Tensor, total: int | None = None) -> None:
+    """That offsets start at 0, do not decrease and end at the `total` tokens. Nothing is read back from a device, nor
+    in a graph that is being traced."""
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    values = cu_seqlens.tolist()
+    if not values or values[0] != 0:
+        raise ValueError(f"cu_seqlens: expected 0 at position 0, got {values[0] if values else 'nothing'}")
+    for place, (before, value) in enumerate(zip(values[:-1], values[1:], strict=True), start=1):
+        if value < before:
+            raise ValueError(f"cu_seqlens: expected at least {before} at position {place}, got {value}")
+    if total is not None and values[-1] != total:
+        raise ValueError(
+            f"cu_seqlens: expected the token count {total} at position {len(values) - 1}, got {values[-1]}"
         )
 
 

@@ -53,7 +53,7 @@ _NAMES = {
     "short_conv": {"w": "weight", "state": "cache"},
     "dplr": {"g": "gk"},
     "chunk_local_cumsum": {"x": "g"},
-    "gate_activation": {"x": "g"},
+    "gate_activation": {"x": "g", "dg": "dyg"},
     "scaled_dot_kkt": {"gamma": "g"},
     "wy": {"gamma": "g", "j": "A"},
     "solve_tril": {"a": "A"},

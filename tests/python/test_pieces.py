@@ -1,6 +1,7 @@
 """Pieces of the chunk form, helpers for packed sequences, and the plain references, under fla's paths."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -516,6 +517,37 @@ def test_gates_without_autograd():
         assert_close("gradient", a, b, 2e-6)
 
 
+def test_pieces_name_their_arguments():
+    k, v, beta, A = torch.rand(1, 5, 2, 4), torch.rand(1, 5, 2, 3), torch.rand(1, 5, 2), torch.rand(1, 5, 2, 16)
+    narrow = k[..., :3]
+    for text, call in (
+        ("gk: expected shape [1, 5, 2, 4]", lambda: kda_wy.recompute_w_u_fwd(k, v, beta, A, narrow)),
+        ("q: expected shape [1, 5, 2, 4]", lambda: kda_wy.recompute_w_u_fwd(k, v, beta, A, k, narrow)),
+        ("dg: expected shape [1, 5, 2, 4]", lambda: kda_wy.prepare_wy_repr_bwd(k, v, beta, k, A, k, k, v, narrow)),
+        ("dyg: expected shape [1, 5, 2, 4]", lambda: kda_gate.kda_gate_bwd(k, torch.zeros(2), None, narrow)),
+        ("dyg: expected a floating type", lambda: gdn_gate.gdn_gate_bwd(beta, torch.zeros(2), None, beta.int())),
+        ("alpha: expected shape [1, 5, 2, 4]", lambda: iplr_naive.iplr_recurrence(k, k, v, narrow, k)),
+        ("gk: expected shape [1, 5, 2, 4]", lambda: naive_recurrent_gla(k, k, v, narrow)),
+        ("g: expected shape [1, 5, 2]", lambda: naive_recurrent_comba(k, k, v, k, beta, beta[..., :1])),
+        (
+            "initial_state: expected [1, H",
+            lambda: kda_naive.naive_recurrent_kda(k, k, v, k, beta, initial_state=beta[0]),
+        ),
+        ("weight: expected shape [4]", lambda: rms_norm(k, torch.ones(3), torch.ones(4))),
+        ("bias: expected shape [4]", lambda: rms_norm(k, torch.ones(4), torch.ones(3))),
+        ("x: expected a floating type", lambda: rms_norm(k.int(), None)),
+        ("cache: expected shape [1, 4, 2]", lambda: ShortConvolution(4, 2)(k[..., 0, :], cache=torch.ones(1, 4, 3))),
+        ("z_init: expected shape [1, 1, 2, 4]", lambda: ops.chunk_linear_attn(k, k, v, initial_state=(None, k))),
+        ("cu_seqlens: expected the token count 5", lambda: ops.chunk_global_cumsum(beta, cu_seqlens=CU)),
+        ("cu_seqlens: expected at least 3", lambda: pack.unpack_sequence(k[0], torch.tensor([0, 3, 2, 5]))),
+        ("cu_seqlens: expected 0 at position 0", lambda: pack.pack_sequence(k, torch.tensor([1, 5]))),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            call()
+    with pytest.raises(AssertionError, match=re.escape("x: expected room for 9 tokens, got [1, 5, 2, 4]")):
+        pack.pack_sequence(k, torch.tensor([0, 9]))
+
+
 def test_sums_of_comba():
     g = torch.randn(1, 40, 3)
     for options in ({}, {"cu_seqlens": CU, "scale": 2.0}):
@@ -537,6 +569,14 @@ def test_modules_of_fla():
         wanted, _ = convolution(x, residual, cache=other, output_final_state=True)
         assert torch.equal(y, wanted)
         assert torch.equal(cache, other)
+        y, none = convolution(x, residual, cache=cache)  # advances it all the same
+        wanted, _ = convolution(x, residual, cache=other, output_final_state=True)
+        assert none is None
+        assert torch.equal(y, wanted)
+        assert torch.equal(cache, other)
+        y, none = convolution(torch.randn(3, 2, 8), cache=cache)  # two tokens do not
+        assert none is None
+        assert torch.equal(cache, other)
         packed, none = convolution.step(x.transpose(0, 1), None, None)
         assert none is None
         assert torch.equal(packed.transpose(0, 1), convolution(x)[0])
@@ -550,7 +590,11 @@ def test_modules_of_fla():
     assert total.dtype == torch.bfloat16
     torch.testing.assert_close(total, wide.bfloat16())
     torch.testing.assert_close(y, (F.rms_norm(wide, (8,), norm.weight, 1e-3) + norm.bias).bfloat16())
-    assert norm(x, residual, True, True)[1].dtype == torch.float32
+    # residual_in_fp32 speaks of a sum that begins here: one that is there keeps its type.
+    assert norm(x, residual, True, True)[1].dtype == torch.bfloat16
+    assert norm(x, residual.float(), True, False)[1].dtype == torch.float32
+    assert norm(x, None, True, True)[1].dtype == torch.float32
+    assert norm(x, None, True)[1] is x
     gated = FusedRMSNormGated(8, False, 1e-3, "sigmoid")
     assert gated.weight is None
     wanted = F.rms_norm(wide, (8,), None, 1e-3) * g.float().sigmoid()

@@ -56,6 +56,8 @@ def test_signature(module, name, parameters):
     for parameter, (key, _, default) in zip(positional, theirs, strict=False):
         if default is not None:  # what fla asks for, ours may do without
             assert parameter.default == eval(default, {"torch": torch}), key
+    if "." not in name:
+        assert re.search(r"`\[|`\w{6,}`", found(module, name).__doc__), "no shape, nor a function that has one"
     # Beyond fla's arguments nothing is asked for.
     for parameter in ours[len(theirs) :]:
         assert parameter.default is not inspect.Parameter.empty or parameter.kind == parameter.VAR_KEYWORD, parameter

@@ -30,7 +30,7 @@ def rms_norm_gated(
         activation: `"silu"`, its other name `"swish"`, or `"sigmoid"`.
         residual: `[.., D]`, added to x before the norm.
         prenorm: also return the sum of x and the residual.
-        residual_in_fp32: that sum in fp32.
+        residual_in_fp32: without a residual, x comes back in fp32. A sum has the type of its residual, as in fla.
     """
     _check(activation)
     return normalised(x, weight, bias, residual, eps, prenorm, residual_in_fp32, g, activation)
@@ -52,8 +52,8 @@ def rms_norm_gated_(
 
 
 class FusedRMSNormGated(RMSNorm):
-    """`y = weight * x / sqrt(mean(x^2) + eps) * activation(g)` over the last axis; activation: silu, swish or
-    sigmoid."""
+    """`y = weight * x / sqrt(mean(x^2) + eps) * activation(g)` over the last axis of x and g `[.., D]`; activation:
+    silu, swish or sigmoid."""
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class FusedRMSNormGated(RMSNorm):
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> Tensor | Any:
+        """The arguments are those of `rms_norm_gated`."""
         return normalised(x, self.weight, None, residual, self.eps, prenorm, residual_in_fp32, g, self.activation)
 
     def extra_repr(self) -> str:

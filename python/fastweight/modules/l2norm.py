@@ -27,7 +27,7 @@ l2_norm = l2norm
 
 
 class L2Norm(nn.Module):
-    """`l2norm` as a module."""
+    """`l2norm` of `[.., D]` as a module."""
 
     def __init__(self, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> None:
         super().__init__()

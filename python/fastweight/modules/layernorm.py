@@ -36,13 +36,18 @@ def rms_norm(
         weight, bias: `[D]`, or None.
         residual: `[.., D]`, added to x before the norm.
         prenorm: also return the sum of x and the residual.
-        residual_in_fp32: that sum in fp32; otherwise in the type of the residual, or of x without one.
+        residual_in_fp32: without a residual, x comes back in fp32. A sum has the type of its residual, as in fla.
     """
     return normalised(x, weight, bias, residual, eps, prenorm, residual_in_fp32)
 
 
 def normalised(x, weight, bias, residual, eps, prenorm, residual_in_fp32, gate=None, activation="silu"):
     """The norm, gated where there is a gate: the library's, but for a bias and for what it has no kernel for."""
+    if not x.is_floating_point():
+        raise ValueError(f"x: expected a floating type, got {x.dtype}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.shape != x.shape[-1:]:
+            raise ValueError(f"{name}: expected shape {list(x.shape[-1:])}, got {list(parameter.shape)}")
     if gate is not None and gate.numel() != x.numel():
         raise ValueError(f"g: expected shape {list(x.shape)}, got {list(gate.shape)}")
     if residual is not None:
@@ -58,8 +63,9 @@ def normalised(x, weight, bias, residual, eps, prenorm, residual_in_fp32, gate=N
     y = y.to(x.dtype)
     if not prenorm:
         return y
-    kept = torch.float32 if residual_in_fp32 else (x if residual is None else residual).dtype
-    return y, total.to(kept)
+    if residual is not None:
+        return y, total.to(residual.dtype)
+    return y, total.to(torch.float32) if residual_in_fp32 else total
 
 
 def _in_pytorch(x, weight, bias, eps, gate, activation):
@@ -72,7 +78,7 @@ def _in_pytorch(x, weight, bias, eps, gate, activation):
 
 
 class RMSNorm(nn.Module):
-    """`y = weight * x / sqrt(mean(x^2) + eps) + bias` over the last axis.
+    """`y = weight * x / sqrt(mean(x^2) + eps) + bias` over the last axis of x `[.., D]`.
 
     Args:
         hidden_size: the width of that axis.
@@ -110,6 +116,7 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
     ) -> Tensor | Any:
+        """The arguments are those of `rms_norm`."""
         return normalised(x, self.weight, self.bias, residual, self.eps, prenorm, residual_in_fp32)
 
     def extra_repr(self) -> str:

@@ -25,9 +25,16 @@ def activation(
 
 
 def adjoint(
-    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None, dyg: Tensor, num_axes: int
+    g: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    dyg: Tensor | None,
+    num_axes: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of g, A_log and dt_bias, None where there is none of these, from that of the gate."""
+    if dyg is None or dyg.shape != g.shape:
+        raise ValueError(f"dyg: expected shape {list(g.shape)}, got {None if dyg is None else list(dyg.shape)}")
     shape = (1, -1, *g.shape[-num_axes:])
     inputs = (g.reshape(shape), A_log, dt_bias, None)
     dg, *rest = _blocks.gate_activation_backward(dyg.reshape(shape), inputs, lower_bound)

@@ -21,9 +21,13 @@ def in_double(function: Callable, *tensors: Tensor | None):
     return tuple(None if x is None else x.to(device) for x in results)
 
 
-def for_all_rows(state: Tensor | None, batch: int) -> Tensor | None:
+def for_all_rows(state: Tensor | None, batch: int, name: str = "initial_state") -> Tensor | None:
     """An initial state `[B, H, K, V]`. As in fla, one without the axis of the batch belongs to every row of it."""
-    return None if state is None else state.expand(batch, *state.shape[-3:])
+    if state is None:
+        return None
+    if state.dim() not in (3, 4) or (state.dim() == 4 and state.shape[0] not in (1, batch)):
+        raise ValueError(f"{name}: expected [{batch}, H, ..] or [H, ..] of rank 4 or 3, got shape {list(state.shape)}")
+    return state.expand(batch, *state.shape[-3:])
 
 
 def recurrence(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ... import _checks
 from ..._cp_context import CPContext
 from .causal_conv1d import causal_conv1d, causal_conv1d_update
 
@@ -49,17 +50,30 @@ class ShortConvolution(nn.Conv1d):
         chunk_indices: Tensor | None = None,
         cp_context: CPContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`(y, state)`. `cache` is `[N, D, W]`, the inputs before x. Where it is given and no gradient is recorded, it
-        is advanced in place and returned. `mask`: `[B, T]`, 0 for tokens that count as zeros. `chunk_indices` is
-        accepted and not needed. With `cp_context` x holds the tokens of this rank, and nothing is advanced in place."""
+        """`(y, state)`, None for the state without `output_final_state`.
+
+        Args:
+            x, residual: `[B, T, D]`.
+            mask: `[B, T]`, 0 for tokens that count as zeros; not with cu_seqlens.
+            cache: `[N, D, W]`, the inputs before x. Where no gradient is recorded, one token for each sequence advances
+                it in place, and so do more with `output_final_state`.
+            output_final_state: whether to return the last W inputs, in the cache where that is advanced.
+            cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.
+            chunk_indices: accepted and not needed.
+            cp_context: x holds the tokens of this rank, and nothing is advanced in place.
+        """
         if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("mask: expected none with cu_seqlens, got a tensor")
             x = x * mask.unsqueeze(-1).to(x.dtype)
         weight = self.weight.squeeze(1)
-        in_place = cache is not None and output_final_state and cp_context is None
-        if in_place and not torch.is_grad_enabled():
-            return causal_conv1d_update(x, cache, residual, weight, self.bias, self.activation, cu_seqlens)
+        N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if cache is not None and cp_context is None:
+            advances = output_final_state or x.shape[0] * x.shape[1] == N
+            if advances and not torch.is_grad_enabled():
+                y, cache = causal_conv1d_update(x, cache, residual, weight, self.bias, self.activation, cu_seqlens)
+                return y, cache if output_final_state else None
+            _checks.shape("cache", cache, (N, self.hidden_size, self.kernel_size[0]))
         return causal_conv1d(
             x, weight, self.bias, residual, cache, output_final_state, self.activation, cu_seqlens=cu_seqlens,
             cp_context=cp_context,

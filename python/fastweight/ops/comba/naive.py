@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ... import _checks
 from .._naive import recurrence
 from .chunk import chunk_comba
 
@@ -42,10 +43,12 @@ def naive_recurrent_comba(
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """What fla's function of this name computes, which is not Comba: it predicts from the state after its decay, as
-    Comba does with `exp(g) p` in place of p. beta stands before g."""
+    Comba does with `exp(g) p` in place of p. The arguments are those of `naive_chunk_comba`, but beta stands before
+    g."""
 
     def run(tokens, state):
         q, k, v, p, g, beta = tokens
+        _checks.shape("g", g, p.shape[:3])
         p = p * g.exp().unsqueeze(-1)
         return chunk_comba(q, k, v, p, g, beta, scale=scale, initial_state=state, output_final_state=True)
 

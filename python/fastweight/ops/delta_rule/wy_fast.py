@@ -60,7 +60,7 @@ def prepare_wy_repr_bwd(
     cu_seqlens: Tensor | None,
     chunk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dk, dv, dbeta)` of `prepare_wy_repr_fwd`, whose A is given."""
+    """`(dk, dv, dbeta)` of `prepare_wy_repr_fwd`, whose A is given, from dw `[B, T, H, K]` and du `[B, T, H, V]`."""
     return _wy.whole_gradients(k, v, beta, None, A, dw, du, cu_seqlens)[:3]
 
 

@@ -31,7 +31,7 @@ def gdn_gate_fwd(
 
 
 def gdn_gate_bwd(g: Tensor, A_log: Tensor, dt_bias: Tensor | None, dyg: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of g, A_log and dt_bias (None without it) from that of the gate."""
+    """The gradients of g, A_log and dt_bias (None without it) from that of the gate, dyg `[.., HV]`."""
     return _gate.adjoint(g, A_log, dt_bias, None, dyg, 1)
 
 

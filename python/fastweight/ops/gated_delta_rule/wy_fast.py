@@ -44,8 +44,8 @@ def prepare_wy_repr_bwd(
     cu_seqlens: Tensor | None = None,
     chunk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`(dk, dv, dbeta, dg)` of the factors and of the matrix that A is the inverse of. dg is the gradient of the sum of
-    natural logarithms, as in fla."""
+    """`(dk, dv, dbeta, dg)` of the factors and of the matrix that A is the inverse of, from dw `[B, T, HV, K]` and du
+    `[B, T, HV, V]`. dg is the gradient of the sum of natural logarithms, as in fla."""
     return _wy.whole_gradients(k, v, beta, g, A, dw, du, cu_seqlens)
 
 

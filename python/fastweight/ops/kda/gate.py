@@ -49,7 +49,8 @@ def kda_gate_bwd(
     dyg: Tensor | None = None,
     lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of g, A_log and dt_bias, None where there is none of these, from that of the gate."""
+    """The gradients of g, A_log and dt_bias, None where there is none of these, from that of the gate, dyg
+    `[.., HV, K]`."""
     return _gate.adjoint(g, A_log, dt_bias, lower_bound, dyg, 2)
 
 

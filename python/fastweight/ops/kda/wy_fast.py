@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ... import _checks
 from .. import _wy
 from ..utils.index import prepare_token_indices
 
@@ -35,6 +36,9 @@ def recompute_w_u_fwd(
         `(w, u, qg, kg)`: w `[B, T, HV, K]`, u `[B, T, HV, V]`, `qg = q * 2^gk` or None, and `kg = k * 2^(last - gk)`
         with the gk of the last token of the chunk, both `[B, T, HV, K]`.
     """
+    _check_gates(k, v, gk)
+    if q is not None:
+        _checks.shape("q", q, k.shape)
     w, u = _wy.factors(k, v, beta, gk, A, cu_seqlens)
     group = v.shape[2] // k.shape[2]
     gates = gk.float()
@@ -60,8 +64,16 @@ def prepare_wy_repr_bwd(
     """`(dk, dv, dbeta, dg, dA)` of the factors at a fixed A, added to the dk `[B, T, H, K]` and dg `[B, T, HV, K]` that
     are given; dA is what reaches the matrix that A is the inverse of. dg is the gradient of the sum of natural
     logarithms, as in fla; dk is summed over the value heads that share a key, which fla leaves to its caller."""
+    _check_gates(k, v, gk)
+    _checks.shape("dk", dk, k.shape)
+    _checks.shape("dg", dg, gk.shape)
     more_dk, dv, dbeta, dgamma, dA = _wy.gradients(k, v, beta, gk, A, dw, du, cu_seqlens)
     return dk.float() + more_dk, dv, dbeta.float(), dg.float() + dgamma, dA
+
+
+def _check_gates(k: Tensor, v: Tensor, gk: Tensor) -> None:
+    _checks.four_axes(k=k, v=v)
+    _checks.shape("gk", gk, (*v.shape[:3], k.shape[3]))
 
 
 def _last_tokens(gk: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> Tensor:

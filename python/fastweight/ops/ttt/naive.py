@@ -25,13 +25,14 @@ def chunk_ttt_linear_ref(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """TTT-Linear in fp64. The arguments are those of `chunk_ttt_linear`, with `mini_batch_size` for its chunk size;
     results are in fp32."""
-    if not isinstance(eta, Tensor):
-        eta = torch.full_like(q[..., :1], eta)
+    steps = eta if isinstance(eta, Tensor) else None
 
-    def run(q, k, v, w, b, eta, state, bias):
-        return chunk_ttt_linear(q, k, v, w, b, eta, scale, eps, mini_batch_size, state, bias, output_final_state)
+    def run(q, k, v, w, b, state, bias, steps):
+        rate = eta if steps is None else steps
+        return chunk_ttt_linear(q, k, v, w, b, rate, scale, eps, mini_batch_size, state, bias, output_final_state)
 
     wide = torch.promote_types(q.dtype, torch.float32)
-    states = (for_all_rows(state, q.shape[0]) for state in (initial_state, initial_state_bias))
-    results = in_double(run, q, k, v, w, b, eta, *states)
+    state = for_all_rows(initial_state, q.shape[0])
+    bias = for_all_rows(initial_state_bias, q.shape[0], "initial_state_bias")
+    results = in_double(run, q, k, v, w, b, state, bias, steps)
     return tuple(None if x is None else x.to(wide) for x in results)

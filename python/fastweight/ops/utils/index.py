@@ -35,8 +35,8 @@ def prepare_split_cu_seqlens(
     dtype: torch.dtype | None = torch.int32,
     device: torch.device | None = torch.device("cpu"),  # noqa: B008
 ) -> Tensor:
-    """The offsets of pieces of at most `split_size` tokens: of the sequences with offsets `cu_seqlens`, or of
-    `batch_size` sequences of `seq_len` tokens."""
+    """The offsets `[M + 1]` of M pieces of at most `split_size` tokens: of the sequences with offsets `cu_seqlens`, or
+    of `batch_size` sequences of `seq_len` tokens."""
     if split_size is None:
         raise TypeError("split_size: expected a number, got None")
     if cu_seqlens is None:
@@ -75,7 +75,7 @@ def prepare_chunk_offsets(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
 
 
 def get_max_num_splits(cu_seqlens: Tensor, chunk_size: int, cu_seqlens_cpu: Tensor | None = None) -> int:
-    """The chunks of the longest sequence."""
+    """The chunks of the longest of the sequences with the offsets `[N + 1]`."""
     return int(_counts(_host(cu_seqlens, cu_seqlens_cpu), chunk_size).max())
 
 

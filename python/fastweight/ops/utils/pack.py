@@ -17,6 +17,8 @@ def pack_sequence(x: Tensor, cu_seqlens: Tensor, padding_side: str = "left") -> 
         padding_side: where x is padded, `"left"` or `"right"`.
     """
     _check(x, padding_side)
+    _checks.offsets(cu_seqlens)
+    _check_shape("x", x.shape, cu_seqlens, x.shape[2:])
     return x[_places(cu_seqlens, x.shape[1], padding_side)]
 
 
@@ -31,19 +33,28 @@ def unpack_sequence(
         desired_shape: of the result; None: S is the longest of the lengths.
     """
     _check(x, padding_side)
-    count = cu_seqlens.shape[0] - 1
+    _checks.offsets(cu_seqlens, x.shape[0])
     if desired_shape is None:
-        desired_shape = (count, int(prepare_lens(cu_seqlens).max()), *x.shape[1:])
-    _checks.require(
-        desired_shape[0] == count and tuple(desired_shape[2:]) == tuple(x.shape[1:]),
-        f"desired_shape: expected [{count}, S, {', '.join(map(str, x.shape[1:]))}], got {list(desired_shape)}",
-    )
+        desired_shape = (cu_seqlens.shape[0] - 1, int(prepare_lens(cu_seqlens).max()), *x.shape[1:])
+    _check_shape("desired_shape", desired_shape, cu_seqlens, x.shape[1:])
     return x.new_zeros(desired_shape).index_put(_places(cu_seqlens, desired_shape[1], padding_side), x)
 
 
 def _check(x: Tensor, padding_side: str) -> None:
     _checks.require(padding_side in ("left", "right"), f"padding_side: expected left or right, got {padding_side!r}")
     _checks.require(x.dim() >= 2, f"x: expected at least 2 dimensions, got {x.dim()}")
+
+
+def _check_shape(name: str, shape: tuple, cu_seqlens: Tensor, rest: tuple) -> None:
+    """Of a padded batch: `[N, S, ..]` with room for every sequence."""
+    count = cu_seqlens.shape[0] - 1
+    _checks.require(
+        shape[0] == count and tuple(shape[2:]) == tuple(rest),
+        f"{name}: expected [{', '.join(map(str, (count, 'S', *rest)))}], got {list(shape)}",
+    )
+    if count > 0 and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        longest = int(prepare_lens(cu_seqlens).max())
+        _checks.require(longest <= shape[1], f"{name}: expected room for {longest} tokens, got {list(shape)}")
 
 
 def _places(cu_seqlens: Tensor, width: int, padding_side: str) -> tuple[Tensor, Tensor]:

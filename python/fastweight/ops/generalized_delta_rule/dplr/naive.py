@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .... import _checks
 from ..._naive import recurrence
 from .._forward import forward
 
@@ -24,6 +25,9 @@ def dplr_recurrence(
     def run(tokens, state):
         return forward(*tokens, None, state, True, None)
 
+    for name, x in (("alpha", alpha), ("beta", beta), ("gk", gk)):
+        if x is not None:
+            _checks.shape(name, x, q.shape)
     tokens = (q, k, v, alpha, beta, gk)
     return recurrence(run, tokens, initial_state, q.dtype, output_final_state, heads_first=True)
 
