@@ -74,6 +74,19 @@ def test_the_record_is_walked():
     assert len(list(entries())) > 70
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("delta_net", "DeltaNet"), ("gated_deltanet", "GatedDeltaNet"), ("kda", "KimiDeltaAttention")],
+)
+def test_layers_keep_their_arguments(module, name):
+    """Under the names that they have, as fla's layers do with all but these."""
+    recorded = RECORDED[f"layers.{module}"][f"{name}.__init__"]
+    arguments = {row[0] for row in recorded if row[1] == "positional"} - {"d_model", "norm_eps"}
+    layer = getattr(fastweight.layers, name)(hidden_size=16, num_heads=2, layer_idx=3)
+    assert arguments <= vars(layer).keys()
+    assert (layer.hidden_size, layer.num_heads, layer.layer_idx, layer.conv_size) == (16, 2, 3, 4)
+
+
 @pytest.mark.parametrize("name", fastweight.ops.__all__)
 def test_checkers_of_types_can_unpack_results(name):
     """How many results there are depends on switches, which a union of tuples would let no caller unpack."""

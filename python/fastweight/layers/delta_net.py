@@ -69,6 +69,10 @@ class DeltaNet(TokenMixer):
         for name, width in (("expand_k", self.key_dim), ("expand_v", self.value_dim)):
             if width % num_heads != 0:
                 raise ValueError(f"{name}: expected a width that the {num_heads} heads divide, got {width}")
+        self.expand_k = expand_k
+        self.expand_v = expand_v
+        self.conv_size = conv_size
+        self.conv_bias = conv_bias
         self.num_heads = num_heads
         self.head_k_dim = self.key_dim // num_heads
         self.head_v_dim = self.value_dim // num_heads

@@ -60,6 +60,10 @@ class GatedDeltaNet(TokenMixer):
         **kwargs: Any,
     ) -> None:
         super().__init__(hidden_size, layer_idx, mode)
+        self.expand_v = expand_v
+        self.head_dim = head_dim
+        self.conv_size = conv_size
+        self.conv_bias = conv_bias
         self.num_heads = num_heads
         self.num_v_heads = value_heads(num_heads, num_v_heads)
         self.head_k_dim = head_dim

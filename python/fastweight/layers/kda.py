@@ -65,6 +65,10 @@ class KimiDeltaAttention(TokenMixer):
             raise ValueError(f"lower_bound: expected a number below 0, got {lower_bound}")
         if safe_gate and (lower_bound is None or lower_bound < -5):
             raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate, got {lower_bound}")
+        self.expand_v = expand_v
+        self.head_dim = head_dim
+        self.conv_size = conv_size
+        self.conv_bias = conv_bias
         self.num_heads = num_heads
         self.num_v_heads = value_heads(num_heads, num_v_heads)
         self.head_k_dim = head_dim
