@@ -91,8 +91,8 @@ struct alignas(1024) ChannelGradientShared {
 // When J comes, nothing is needed any more of what lies in its place.
 static_assert(offsetof(ChannelExchange, end) <= LowerTile::kBytes);
 
-// Of the warps that serve, the first names the items and brings their numbers, q and k; two bring the other operands. By one
-// lane each: three have room for the places of all boxes in few registers.
+// Of the warps that serve, the first names the items and brings their numbers, and two bring the operands. By one lane each:
+// three have room for the places of all boxes in few registers.
 struct ChannelBringer {
   const GradientArgs& args;
   const ChannelGradientMaps& maps;
@@ -124,16 +124,16 @@ struct ChannelBringer {
   }
 
   __device__ __forceinline__ void name_items() const {
-    chunk_16bit::first_item<kWidth>(args.chunk, blockIdx.x, s.next[0]);
+    chunk_16bit::first_item<kWidth, int>(args.chunk, blockIdx.x, s.next[0]);
     s.next_keys = 0;
     for (uint32_t turn = 0;; ++turn) {
       const Item& item = s.next[turn % 2];
       bring_numbers(item, turn);
       if (item.span.sequence < 0) return;
-      if (item.first) bring_keys(item, s.next_keys++);
+      if (item.first) ++s.next_keys;
       // From a place that nobody knows: nothing of it is computed before the loop and kept in registers.
       const ChunkArgs& chunk = (&args.chunk)[opaque(0)];
-      chunk_16bit::find_next<kWidth>(chunk, item, item.pair + gridDim.x, s.next[(turn + 1) % 2]);
+      chunk_16bit::find_next<kWidth, int>(chunk, item, item.pair + gridDim.x, s.next[(turn + 1) % 2]);
     }
   }
 
@@ -162,6 +162,7 @@ struct ChannelBringer {
     load_panels(Keys(s.d_o), maps.d_o, 0, args.chunk.problem.head_dim_v, rows_of(item, item.head), s.second_filled);
     s.third_filled.arrive_expecting(StatesTile::kBytes);
     Bringer<Wide>::load_rows(StatesTile(s.G), maps.G, args.padded_v, static_cast<int>(item.slot), s.third_filled);
+    if (item.first) bring_keys(item, s.keys[busy ^ 1]);
   }
 
   // body(item, turn) for all items.
