@@ -4,7 +4,7 @@
 //
 //     X = G^T writer^T
 //     X = X + d_o^T sP               while both run, G leaves, rounded
-//     X = dR^T J                     dR^T = X, rounded; while it runs, G is scaled by e_n, a number per channel
+//     X = X - dR^T + dR^T J          dR^T = X, rounded; while it runs, G is scaled by e_n, a number per channel
 //     G = G + d_o^T query
 //     G = G - (beta Y)^T reader      while both run, Y^T = X and dv = beta Y leave, rounded
 //
@@ -200,10 +200,11 @@ struct ChannelBackGroup {
       wgmma_wait<0>(X);
       release(s.of_write.free[first], lane);
       round_sums<kType, kTokenSteps>(X, dR);
+      subtract_rounded<kType, kTokenSteps>(dR, X);
       s.of_read.filled[at].wait(turn.read_parity());
       wgmma_fence(X, dR);
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, dR[m], J.along_columns(0, m), m > 0);
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, dR[m], J.along_columns(0, m));
       wgmma_commit();
 #pragma unroll
       for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile(column_pair(s.total[at], n, lane), G[n], G[n]);
