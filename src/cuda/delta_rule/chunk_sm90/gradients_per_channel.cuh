@@ -6,7 +6,8 @@
 // brings operands by TMA while four warpgroups work on a head. Each has one side, 64 channels or value columns, of one half
 // of the tokens:
 //
-//     1   of its value columns and tokens:       R^T = bD^T J^T,   bD^T = beta (v^T - S^T reader^T)
+//     1   of its value columns and tokens:       R^T = bD^T J^T,   bD^T = beta (v^T - S^T reader^T), what its rounding took
+//         added to the product
 //     2   on the one side P = scale d_o R^T, on the other A = Y R^T, below the diagonal, of 32 columns of pairs
 //     3   of its channels and tokens:            X_q = S d_o^T,   X_k = S Y^T,   F = G R^T
 //         while these run, of the gates: the rising rows of q and -beta k and the falling rows of k, rounded
@@ -134,8 +135,11 @@ struct ChannelGradientGroup {
       for (int w = 0; w < 4; ++w) {
         const int n = 2 * m + w / 2, e = w % 2 * 2;
         const float2 beta = pair_of(numbers.beta, n), value = unpack<kType>(v[m][w]);
-        v[m][w] = pack<kType>(beta.x * (value.x - X[n][e]), beta.y * (value.y - X[n][e + 1]));
+        X[n][e] = beta.x * (value.x - X[n][e]);
+        X[n][e + 1] = beta.y * (value.y - X[n][e + 1]);
       }
+      pack_a<kType>(X[2 * m], X[2 * m + 1], v[m]);
+      subtract_a<kType>(v[m], X[2 * m], X[2 * m + 1]);  // the diagonal of J, 1, meets bD in fp32
       bD.store_c_transposed(tile_row(m), block_of_channels(), lane, v[m]);
     }
     fence_async_proxy();
@@ -143,7 +147,7 @@ struct ChannelGradientGroup {
     wgmma_fence(X);
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) {
-      wgmma<kType, kHalfRows>(X, bD.along_columns(first_of_side(), m), J.along_rows(first_token(), m), m > 0);
+      wgmma<kType, kHalfRows>(X, bD.along_columns(first_of_side(), m), J.along_rows(first_token(), m));
     }
     wgmma_commit();
     wgmma_wait<0>(X);
