@@ -33,6 +33,18 @@ __device__ __forceinline__ void pack_a(const float (&left)[4], const float (&rig
   a[3] = pack<kType>(right[2], right[3]);
 }
 
+// What that rounding took, in place of the numbers.
+template <DType kType>
+__device__ __forceinline__ void subtract_a(const uint32_t (&a)[4], float (&left)[4], float (&right)[4]) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    float(&x)[4] = w < 2 ? left : right;
+    const float2 rounded = unpack<kType>(a[w]);
+    x[w % 2 * 2] -= rounded.x;
+    x[w % 2 * 2 + 1] -= rounded.y;
+  }
+}
+
 // How fragments move between registers and a tile of 16-bit elements in shared memory. A tile is cut into segments of
 // eight elements, and Tile::address(row, 2 m, h) is where segment 2 m + h of a row lies: the lane's part, row and h, and
 // the constant part are apart, so that one register and an instruction make all addresses of a lane.

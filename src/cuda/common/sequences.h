@@ -41,8 +41,11 @@ FW_HOST_DEVICE inline SequenceSpan sequence_at(const Sequences& sequences, int64
   return {0, begin, clamped(last, begin, sequences.tokens) - begin};
 }
 
-FW_HOST_DEVICE inline int64_t chunks_of(int64_t length, int64_t chunk_size) {
-  return (length + chunk_size - 1) / chunk_size;
+// Index, here and below: a type that all numbers of tokens and chunks fit in. 32 bits divide with a fraction of the
+// instructions and registers.
+template <class Index = int64_t>
+FW_HOST_DEVICE constexpr int64_t chunks_of(int64_t length, int64_t chunk_size) {
+  return static_cast<Index>(length + chunk_size - 1) / static_cast<Index>(chunk_size);
 }
 
 // How many chunks there are at most, over all sequences: what a grid with one block per chunk is launched with.
@@ -66,9 +69,10 @@ struct ChunkWindow {
     const int64_t above = chunk / row;
     return above * width() + chunk - above * row - begin;
   }
+  template <class Index = int64_t>
   FW_HOST_DEVICE int64_t chunk_in(int64_t slot) const {
     if (is_all()) return slot;
-    const int64_t above = slot / width();
+    const int64_t above = static_cast<Index>(slot) / static_cast<Index>(width());
     return above * row + slot - above * width() + begin;
   }
 };
@@ -101,15 +105,16 @@ struct ChunkSpan {
   int64_t position = 0;
 };
 
+template <class Index = int64_t>
 FW_HOST_DEVICE inline ChunkSpan chunk_at(const ChunkedSequences& chunked, int64_t chunk) {
   const Sequences& sequences = chunked.sequences;
   const int64_t C = chunked.chunk_size;
   ChunkSpan span;
   if (sequences.offsets == nullptr) {
-    const int64_t each = chunks_of(sequences.tokens, C);
+    const int64_t each = chunks_of<Index>(sequences.tokens, C);
     if (chunk >= sequences.count * each) return span;
-    span.sequence = chunk / each;
-    span.position = chunk % each;
+    span.sequence = static_cast<Index>(chunk) / static_cast<Index>(each);
+    span.position = chunk - span.sequence * each;
   } else {
     if (chunk >= chunked.first_chunk[sequences.count]) return span;
     // The last sequence that begins at or before this chunk; the empty ones before it begin there too.

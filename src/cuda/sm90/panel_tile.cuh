@@ -46,7 +46,7 @@ struct PanelTile : TileFragments<PanelTile<kRows, kColumns, kSwizzle>> {
   // Rows from `row` on, a multiple of 8; inner index along the columns [16 m, 16 m + 16).
   __device__ __forceinline__ WgmmaOperand<false> along_rows(int row, int m) const {
     constexpr int kGroup = 8 * kRowBytes;
-    const int first = 32 * m / kRowBytes * kPanelBytes + row * kRowBytes + 32 * m % kRowBytes;
+    const int first = (32 * m / kRowBytes * kPanelBytes + 32 * m % kRowBytes) / 16 + row * (kRowBytes / 16);
     return {describe(first, kSwizzle == Swizzle::kNone ? kPanelBytes : 16, kGroup)};
   }
 
@@ -54,7 +54,9 @@ struct PanelTile : TileFragments<PanelTile<kRows, kColumns, kSwizzle>> {
   // the rows [16 m, 16 m + 16).
   __device__ __forceinline__ WgmmaOperand<true> along_columns(int column, int m) const {
     constexpr int kGroup = 8 * kRowBytes;
-    const int first = column / kPanelColumns * kPanelBytes + column % kPanelColumns * 2 + 16 * m * kRowBytes;
+    const auto from = static_cast<uint32_t>(column);
+    const auto first =
+        static_cast<int>(from / kPanelColumns * (kPanelBytes / 16) + from % kPanelColumns / 8) + m * kRowBytes;
     return {kSwizzle == Swizzle::kNone ? describe(first, kGroup, kPanelBytes) : describe(first, kPanelBytes, kGroup)};
   }
 
@@ -71,10 +73,11 @@ struct PanelTile : TileFragments<PanelTile<kRows, kColumns, kSwizzle>> {
   }
 
  private:
-  // The lower word alone depends on the tile and the place in it: one addition for each place.
-  __device__ __forceinline__ uint64_t describe(int offset, int lbo, int sbo) const {
+  // `first`: where it begins in the tile, in 16 bytes. The lower word alone depends on the tile and the place in it: one
+  // addition for each place.
+  __device__ __forceinline__ uint64_t describe(int first, int lbo, int sbo) const {
     constexpr uint32_t kPattern = kSwizzle == Swizzle::k128 ? 1 : kSwizzle == Swizzle::k64 ? 2 : 0;
-    const uint32_t low = (start / 16 | static_cast<uint32_t>(lbo / 16) << 16) + static_cast<uint32_t>(offset / 16);
+    const uint32_t low = (start / 16 | static_cast<uint32_t>(lbo / 16) << 16) + static_cast<uint32_t>(first);
     const uint32_t high = static_cast<uint32_t>(sbo / 16) | kPattern << 30;
     return uint64_t{high} << 32 | low;
   }

@@ -19,12 +19,12 @@ struct Item {
   bool ready;          // what the scan back leaves has been seen; where nobody looks it is not used
 };
 
-// What follows from an item's pair, column and the number h of its head in the group.
-template <int kColumns>
+// What follows from an item's pair, column and the number h of its head in the group. Index: as of chunk_at, for pairs too.
+template <int kColumns, class Index>
 __device__ __forceinline__ void describe(const ChunkArgs& args, int h, Item& item) {
   const DeltaRuleDeviceProblem& p = args.problem;
   const int heads = p.num_value_heads / p.group;
-  const int64_t slot = item.pair / heads, chunk = args.window.chunk_in(slot);
+  const int64_t slot = static_cast<Index>(item.pair) / heads, chunk = args.window.template chunk_in<Index>(slot);
   item.key_head = static_cast<int>(item.pair - slot * heads);
   item.head = item.key_head * p.group + h;
   item.at = chunk * p.num_value_heads + item.head;
@@ -36,25 +36,25 @@ __device__ __forceinline__ void describe(const ChunkArgs& args, int h, Item& ite
   item.last = h == p.group - 1 && item.closes;
   if (item.first) {
     item.span = {};
-    if (slot < chunks_in_window(args)) item.span = chunk_at(args.chunked, chunk);
+    if (slot < chunks_in_window(args)) item.span = chunk_at<Index>(args.chunked, chunk);
   }
 }
 
-template <int kColumns>
+template <int kColumns, class Index = int64_t>
 __device__ __forceinline__ void first_item(const ChunkArgs& args, int64_t pair, Item& item) {
   item.pair = pair;
   item.column = 0;
-  describe<kColumns>(args, 0, item);
+  describe<kColumns, Index>(args, 0, item);
 }
 
 // `pair` is the one to take after this item's, if this is its last item.
-template <int kColumns>
+template <int kColumns, class Index = int64_t>
 __device__ __forceinline__ void find_next(const ChunkArgs& args, const Item& item, int64_t pair, Item& next) {
   next.span = item.span;
   next.pair = item.last ? pair : item.pair;
   next.column = item.closes ? 0 : item.column + kColumns;
   const int h = item.head - item.key_head * args.problem.group;
-  describe<kColumns>(args, item.last ? 0 : item.closes ? h + 1 : h, next);
+  describe<kColumns, Index>(args, item.last ? 0 : item.closes ? h + 1 : h, next);
 }
 
 // Pair n in the order in which the scan back leaves them: the last chunks of all rows first.

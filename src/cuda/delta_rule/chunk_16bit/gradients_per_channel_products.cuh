@@ -19,10 +19,9 @@ __device__ __forceinline__ void dot_values(const float2 (&v)[2], const float2 (&
   }
 }
 
-// bD^T of the warp's columns as A fragments.
+// bD^T of the warp's columns as A fragments, and in X, which is 0 before, what their rounding took.
 template <DType kType, int kK>
-__device__ __forceinline__ void residuals(Shared<kK>& s, int warp, int lane, uint32_t (&bD)[kTiles][4]) {
-  Channels X = {};
+__device__ __forceinline__ void residuals(Shared<kK>& s, int warp, int lane, Channels& X, uint32_t (&bD)[kTiles][4]) {
   const SharedTile<kK> S(s.S);
   const TileColumns<Shape<kK>::kColumns> values(s.first.v, warp);
   const SharedTile<kChunkRows> Y_rows(s.columns.Y);
@@ -58,6 +57,7 @@ __device__ __forceinline__ void residuals(Shared<kK>& s, int warp, int lane, uin
       }
     }
     pack_a<kType>(X[2 * m], X[2 * m + 1], bD[m]);
+    subtract_a<kType>(bD[m], X[2 * m], X[2 * m + 1]);
   }
 }
 
@@ -65,8 +65,8 @@ __device__ __forceinline__ void residuals(Shared<kK>& s, int warp, int lane, uin
 template <DType kType, int kK>
 __device__ __forceinline__ void make_writes(Shared<kK>& s, int warp, int lane) {
   uint32_t bD[kTiles][4];
-  residuals<kType>(s, warp, lane, bD);
   Channels R = {};
+  residuals<kType>(s, warp, lane, R, bD);
   const LowerBlocks J = s.value_side.J;
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {

@@ -56,9 +56,11 @@ __device__ __forceinline__ void finish_Y(Stage<kK, kPerChannel, kColumns>& stage
 #pragma unroll
   for (int m = 0; m < kChunkRows / 16; ++m) {
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) pack_a<kType>(X[i][2 * m], X[i][2 * m + 1], dR[m][i]);
+    for (int i = 0; i < kTiles; ++i) {
+      pack_a<kType>(X[i][2 * m], X[i][2 * m + 1], dR[m][i]);
+      subtract_a<kType>(dR[m][i], X[i][2 * m], X[i][2 * m + 1]);  // the diagonal of J, 1, meets dR in fp32
+    }
   }
-  clear<kTiles>(X);
 #pragma unroll
   for (int m = 0; m < kChunkRows / 16; ++m) multiply_by_lower<kType, kTiles>(dR[m], {stage.J}, m, lane, X);
 #pragma unroll

@@ -14,7 +14,8 @@ using chunk_16bit::kLog2E;
 // The gates of a thread's channels and tokens.
 struct OwnGates {
   int channel;  // the first; the other one is 8 beyond
-  int rows;     // tokens from the thread's first on
+  int token;    // the first
+  int rows;     // tokens from there on
   int columns;  // channels from the first on
   bool all;     // of the chunk, all tokens and channels exist
 
@@ -24,7 +25,7 @@ struct OwnGates {
   __device__ __forceinline__ void clear_others(ChannelSums& x) const {
     if (all) return;
 #pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
+    for (int n = 0; n < kHalfRows / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[n][e] = has(n, e) ? x[n][e] : 0.0f;
     }
@@ -32,13 +33,13 @@ struct OwnGates {
 
   // body(n, e, place) with the place of the tensor's element of this chunk and head.
   template <DType kOf, class Body>
-  __device__ __forceinline__ void for_each(const DeviceTensor& x, const Item& item, int lane, const Body& body) const {
+  __device__ __forceinline__ void for_each(const DeviceTensor& x, const Item& item, const Body& body) const {
     const int64_t step = byte_offset(kOf, x.strides[1]);
-    const int64_t first = row_offset(x, item.span.batch, item.span.begin + 2 * (lane % 4), item.head);
+    const int64_t first = row_offset(x, item.span.batch, item.span.begin + token, item.head);
     char* at = opaque(element_at(static_cast<char*>(x.data), kOf, first + channel * x.strides[3]));
     if (all && x.strides[3] == 1) {
 #pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n, at += 8 * step) {
+      for (int n = 0; n < kHalfRows / 8; ++n, at += 8 * step) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) body(n, e, at + (e % 2) * step + byte_offset(kOf, e / 2 * 8));
       }
@@ -46,7 +47,7 @@ struct OwnGates {
     }
     const int64_t other = byte_offset(kOf, 8 * x.strides[3]);
 #pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n, at += 8 * step) {
+    for (int n = 0; n < kHalfRows / 8; ++n, at += 8 * step) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (has(n, e)) body(n, e, at + (e % 2) * step + (e / 2) * other);
@@ -57,12 +58,12 @@ struct OwnGates {
 
 // What the gate tensor holds; 0 where there is nothing.
 __device__ __forceinline__ void load_channel_gates(const DeltaRuleDeviceProblem& p, const Item& item,
-                                                   const OwnGates& own, int lane, ChannelSums& x) {
+                                                   const OwnGates& own, ChannelSums& x) {
 #pragma unroll
   for (auto& tile : x) tile[0] = tile[1] = tile[2] = tile[3] = 0;
   with_type(p.g.dtype, [&](auto type) {
     constexpr DType kGate = decltype(type)::value;
-    own.for_each<kGate>(p.g, item, lane, [&](int n, int e, const char* at) { x[n][e] = load_float(at, kGate, 0); });
+    own.for_each<kGate>(p.g, item, [&](int n, int e, const char* at) { x[n][e] = load_float(at, kGate, 0); });
   });
 }
 

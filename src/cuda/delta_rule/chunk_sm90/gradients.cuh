@@ -4,7 +4,7 @@
 // same.
 //
 // A block takes one pair of a chunk and a key head after the other, and of each the value heads of the group, whose dq and
-// dk add up. One warp brings the operands of the next head by TMA while two warpgroups work on one, or with K, V <= 64 one:
+// dk add up. Two warps bring the operands of the next head by TMA while two warpgroups work on one, or with K, V <= 64 one:
 //
 //     1   a warpgroup has 64 value columns:      X = S^T k^T,   R^T = bD^T J^T,   bD^T = beta (v^T - e X)
 //     2   it has 32 columns of pairs, or 64:     dP = d_o R^T,  dA = -Y R^T,  k k^T
@@ -12,7 +12,8 @@
 //     3   it has 64 channels or, of K <= 64, 32: dq = scale e (d_o S^T) + P' k
 //                                                dk = -beta e (Y S^T) + w (R G^T) + (A' + A'^T) k + P'^T q
 //
-// The products of step 3 with states run while step 2 works on what its own gave, where registers allow. Two more warps make
+// The products of step 3 with states run while step 2 works on what its own gave, where registers allow; when they have ended,
+// half of step 2 is left, for the next states to come in. Two more warps make
 // dg and dbeta of the sums that the warpgroups leave. dq and dk leave through the tiles of q and k: a warpgroup writes only
 // the channels that it alone reads in step 3.
 //
@@ -98,7 +99,7 @@ struct GradientBlock {
     GradientSums<kGroups> sums;
     double halves[4];  // of finish_head
     Item items[2];
-    Item next[2];      // of the warp that brings the operands: here they take no registers
+    Item next[2];      // of the warp that names the items: here they take no registers
     uint32_t keys[2];  // the turn of k and q of an item: so do these
     TransactionBarrier numbers_filled[2], numbers_free[2], keys_filled[2], keys_free[2];
     TransactionBarrier first_filled, second_filled, third_filled, first_free, states_free, pairs_free;
@@ -112,7 +113,7 @@ __device__ __forceinline__ RowsPlace rows_of(const Item& item, int head) {
   return {head, kChunkRows - length, static_cast<int>(item.span.begin) + length, static_cast<int>(item.span.batch)};
 }
 
-// The warp that brings the operands, by one lane
+// The warps that bring the operands, by one lane each: one names the items and brings what they begin with, one the others
 // ------------------------------------------------------------------------------------
 
 // Which of the states before the chunks of its row an item reads. Offsets out of order may name a chunk that the caller has
@@ -174,31 +175,46 @@ struct Bringer {
     }
   }
 
-  __device__ __forceinline__ void bring_operands(const Item& item, uint32_t turn) const {
+  __device__ __forceinline__ void bring_first(const Item& item, uint32_t turn) const {
     const uint32_t busy = turn % 2 ^ 1;
     const RowsPlace at = rows_of(item, item.head);
-    const auto factors = static_cast<int>(item.factors), slot = static_cast<int>(item.slot);
     s.first_free.wait(busy);
     s.first_filled.arrive_expecting(ValuesTile::kBytes + LowerTile::kBytes + StatesTile::kBytes + WrittenTile::kBytes);
     load_panels(ValuesTile(s.v), maps.v, 0, args.chunk.problem.head_dim_v, at, s.first_filled);
-    load_lower(s.J, maps.J, factors, s.first_filled);
+    load_lower(s.J, maps.J, static_cast<int>(item.factors), s.first_filled);
     s.states_free.wait(busy);
     const int chunk = state_chunk(args.chunk, item);
-    const StatesTile S(s.S), G(s.G);
+    const StatesTile S(s.S);
 #pragma unroll
     for (int p = 0; p < StatesTile::kPanels; ++p) {
       load_box(S.panel(p), maps.S, {p * StatesTile::kPanelColumns, 0, item.head, chunk, at.batch}, s.first_filled);
     }
-    load_rows(WrittenTile(s.Y), maps.Y, args.padded_v, slot, s.first_filled);
-    s.second_filled.arrive_expecting(ValuesTile::kBytes + LowerTile::kBytes);
-    load_panels(ValuesTile(s.d_o), maps.d_o, 0, args.chunk.problem.head_dim_v, at, s.second_filled);
-    s.third_filled.arrive_expecting(StatesTile::kBytes);
-    load_rows(G, maps.G, args.padded_v, slot, s.third_filled);
-    s.pairs_free.wait(busy);
-    load_lower(s.P, maps.sP, factors, s.second_filled);
+    load_rows(WrittenTile(s.Y), maps.Y, args.padded_v, static_cast<int>(item.slot), s.first_filled);
   }
 
-  __device__ __forceinline__ void run() const {
+  __device__ __forceinline__ void bring_others(const Item& item, uint32_t turn) const {
+    const uint32_t busy = turn % 2 ^ 1;
+    s.states_free.wait(busy);
+    s.second_filled.arrive_expecting(ValuesTile::kBytes + LowerTile::kBytes);
+    load_panels(ValuesTile(s.d_o), maps.d_o, 0, args.chunk.problem.head_dim_v, rows_of(item, item.head),
+                s.second_filled);
+    s.third_filled.arrive_expecting(StatesTile::kBytes);
+    load_rows(StatesTile(s.G), maps.G, args.padded_v, static_cast<int>(item.slot), s.third_filled);
+    s.pairs_free.wait(busy);
+    load_lower(s.P, maps.sP, static_cast<int>(item.factors), s.second_filled);
+  }
+
+  __device__ __forceinline__ void follow_items() const {
+    for (uint32_t turn = 0;; ++turn) {
+      s.numbers_filled[turn % 2].wait(turn / 2 % 2);
+      const Item& item = s.items[turn % 2];
+      if (item.span.sequence < 0) return;
+      bring_others(item, turn);
+      s.numbers_free[turn % 2].arrive();
+    }
+  }
+
+  __device__ __forceinline__ void name_items() const {
     chunk_16bit::first_item<Block::kColumns>(args.chunk, blockIdx.x, s.next[0]);
     uint32_t keys = 0;
     for (uint32_t turn = 0;; ++turn) {
@@ -207,7 +223,7 @@ struct Bringer {
       if (exists && item.first) bring_keys(item, keys++);
       bring_numbers(item, turn, keys - 1);
       if (!exists) return;
-      bring_operands(item, turn);
+      bring_first(item, turn);
       chunk_16bit::find_next<Block::kColumns>(args.chunk, item, item.pair + gridDim.x, s.next[(turn + 1) % 2]);
     }
   }
@@ -379,10 +395,18 @@ struct GradientGroup {
     }
   }
 
-  // Step 2 for the warpgroup's columns of pairs: dP becomes P' in the place of sP, dA becomes A' + A'^T, and both become sums
-  // of M. Without a branch on what products on their way have to do with: columns above the diagonal give zeros.
+  // M of the warpgroup's columns of pairs, and what the lane's two rows have of the sums.
+  struct PairSums {
+    Pairs M;
+    float2 of_P = {}, of_A = {}, below = {};
+  };
+
+  // Step 2 for blocks [kFrom, kTo) of the warpgroup's columns of pairs: dP becomes P' in the place of sP, dA becomes A' + A'^T,
+  // and both become sums of M. Without a branch on what products on their way have to do with: columns above the diagonal
+  // give zeros.
+  template <int kFrom, int kTo>
   __device__ __forceinline__ void make_pairs(const GradientNumbers& numbers, const Pairs& dP, const Pairs& dA,
-                                             const Pairs& kk) const {
+                                             const Pairs& kk, PairSums& sums) const {
     const LowerTile P(s.P), A(s.A);
     const int i = 16 * warp + lane / 4;
     const auto rows = [&](const float* of) { return make_float2(of[i], of[i + 8]); };
@@ -391,10 +415,8 @@ struct GradientGroup {
     const float2 gamma_i = rows(gamma), rstd_i = rows(rstd), beta = rows(numbers.token + kOnValue * kChunkRows);
     float2 on_P = rows(numbers.row + chunk_16bit::kRstdOfQ * kChunkRows);
     on_P = make_float2(args.chunk.problem.scale * on_P.x, args.chunk.problem.scale * on_P.y);
-    Pairs M;
-    float2 of_P = make_float2(0, 0), of_A = of_P, below = of_P;
 #pragma unroll
-    for (int block = 0; block < kPairBlocks; ++block) {
+    for (int block = kFrom; block < kTo; ++block) {
       const int m = kPairBlocks * group + block;
       uint32_t sP[4], a[4];
       P.load_a(16 * warp, m, lane, sP);
@@ -416,10 +438,10 @@ struct GradientGroup {
           const float x = -(dA[n][e] * ((lower ? rstd_i.y : rstd_i.x) * f)), b = lower ? beta.y : beta.x;
           a_operand[h][e] = distance >= 1 ? b * x : 0.0f;
           const float of_a = distance >= 1 ? x * kk[n][e] : 0.0f;
-          M[n][e] = fmaf(b, of_a, of_p);
-          (lower ? of_P.y : of_P.x) += of_p;
-          (lower ? of_A.y : of_A.x) += of_a;
-          (lower ? below.y : below.x) += m < warp ? M[n][e] : 0.0f;
+          sums.M[n][e] = fmaf(b, of_a, of_p);
+          (lower ? sums.of_P.y : sums.of_P.x) += of_p;
+          (lower ? sums.of_A.y : sums.of_A.x) += of_a;
+          (lower ? sums.below.y : sums.below.x) += m < warp ? sums.M[n][e] : 0.0f;
         }
       }
       pack_a<kType>(p_operand[0], p_operand[1], sP);
@@ -434,14 +456,19 @@ struct GradientGroup {
       }
       if (m <= warp) A.store_a(16 * warp, m, lane, a);
     }
+  }
+
+  __device__ __forceinline__ void leave_sums(const PairSums& sums) const {
+    const Pairs& M = sums.M;
+    const int i = 16 * warp + lane / 4;
     chunk_16bit::store_column_sums<kPairBlocks>(s.sums.columns[warp] + 16 * kPairBlocks * group, kPairBlocks, lane, M);
     const auto leave_rows = [&](float2 x, float* to) {
       x = make_float2(sum_over_lanes<4>(x.x), sum_over_lanes<4>(x.y));
       if (lane % 4 == 0) to[i] = x.x, to[i + 8] = x.y;
     };
-    leave_rows(of_P, s.sums.row_of_P.of[group]);
-    leave_rows(of_A, s.sums.row_of_A.of[group]);
-    leave_rows(below, s.sums.row_below.of[group]);
+    leave_rows(sums.of_P, s.sums.row_of_P.of[group]);
+    leave_rows(sums.of_A, s.sums.row_of_A.of[group]);
+    leave_rows(sums.below, s.sums.row_below.of[group]);
     float diagonal[2][4];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -576,13 +603,27 @@ struct GradientGroup {
       }
       wgmma_commit();
     };
-    if constexpr (!kFollows) read_states();
-    wgmma_wait<kFollows ? 0 : 1>(dP, dA, kk);
-    make_pairs(numbers, dP, dA, kk);
-    if constexpr (kFollows) read_states();
-    if (args.chunk.problem.gate != Gate::kNone) dot_states();
-    wgmma_wait<0>(dq, dk, x);
-    release(s.states_free);
+    // Until then they are read, and the next ones cannot come.
+    const auto end_reading = [&] {
+      if (args.chunk.problem.gate != Gate::kNone) dot_states();
+      wgmma_wait<0>(dq, dk, x);
+      release(s.states_free);
+    };
+    PairSums of_pairs;
+    if constexpr (kFollows) {
+      wgmma_wait<0>(dP, dA, kk);
+      make_pairs<0, kPairBlocks>(numbers, dP, dA, kk, of_pairs);
+      leave_sums(of_pairs);
+      read_states();
+      end_reading();
+    } else {
+      read_states();
+      wgmma_wait<1>(dP, dA, kk);
+      make_pairs<0, 1>(numbers, dP, dA, kk, of_pairs);
+      end_reading();
+      make_pairs<1, kPairBlocks>(numbers, dP, dA, kk, of_pairs);
+      leave_sums(of_pairs);
+    }
     forget();
     scale_and_dot<kType>(my_q, numbers.token + kOnQueryRead * kChunkRows, 1.0f, warp, lane, dq, s.sums.a_q.of[group]);
     scale_and_dot<kType>(my_k, numbers.token + kOnKeyRead * kChunkRows, -1.0f, warp, lane, dk, s.sums.a_k.of[group]);
@@ -696,7 +737,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
       s.numbers_filled[i].init(1);
-      s.numbers_free[i].init(kWarps + kTokenWarps);
+      s.numbers_free[i].init(kWarps + kTokenWarps + 1);
       s.keys_filled[i].init(1);
       s.keys_free[i].init(Block::kSharesPanel ? 1 : Block::kWorkGroups);
     }
@@ -717,7 +758,8 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
   if (warp >= kWarps) {
     give_registers<Block::kOtherRegisters>();
     const int role = warp - kWarps;
-    if (role == kTokenWarps && elect_one()) Bringer<Block>{args, maps, s}.run();
+    if (role == kTokenWarps && elect_one()) Bringer<Block>{args, maps, s}.name_items();
+    if (role == kTokenWarps + 1 && elect_one()) Bringer<Block>{args, maps, s}.follow_items();
     if (role < kTokenWarps) TokenGroup<Block>{args, s, thread - Block::kWorkers, lane}.run();
   } else {
     take_registers<Block::kWorkRegisters>();

@@ -3,22 +3,26 @@
 // that rise and fall in them, and why dg may be taken from them: this kernel computes the same where all tiles are mild.
 //
 // A block takes one pair of a chunk and a key head after the other, and of each the value heads of the group. One warp
-// brings operands by TMA while two warpgroups work on a head:
+// brings operands by TMA while four warpgroups work on a head. Each has one side, 64 channels or value columns, of one half
+// of the tokens:
 //
-//     1   a warpgroup has 64 value columns:      R^T = bD^T J^T,   bD^T = beta (v^T - S^T reader^T)
-//     2   it has 32 columns of pairs:            P = scale d_o R^T,   A = Y R^T, below the diagonal
-//     3   it has 64 channels:                    X_q = S d_o^T,   X_k = S Y^T,   F = G R^T
+//     1   of its value columns and tokens:       R^T = bD^T J^T,   bD^T = beta (v^T - S^T reader^T), what its rounding took
+//         added to the product
+//     2   on the one side P = scale d_o R^T, on the other A = Y R^T, below the diagonal, of 32 columns of pairs
+//     3   of its channels and tokens:            X_q = S d_o^T,   X_k = S Y^T,   F = G R^T
 //         while these run, of the gates: the rising rows of q and -beta k and the falling rows of k, rounded
-//     4   in four rounds, tiles forward and back:
+//     4   tile by tile, X forward and F back:
 //             X_q, X_k of tiles >= r:   times total_r,       plus falling_r^T P_:r^T,   falling_r^T A_:r^T
-//             F of tiles <= 3 - r:      times total_3-r,     plus rising^T P_3-r: and A_3-r:
+//             F of tiles <= r:          times total_r,       plus rising_r^T P_r: and A_r:
+//         which for its own two tiles begins with X of the two before, or with F of the two behind
 //     5   dq, dk, dg and dbeta of X, F and the rows, as
 //             dq = 2^(c - total) X_q + P_ii k,     dk = 2^-c F - beta 2^(c - total) X_k + P_ii q
 //             dg_m = dg_m+1 + (rising_q X_q + rising_k X_k - falling F)_m / total
 //
 // with c_i the sum of log2 of the decays of a tile through token i, and after the last token dg = e_n <S, G> + what all
 // tokens wrote to the state after the chunk. Channels are the rows of all sums from step 3 on: a thread has two channels
-// of 16 tokens of X_q, X_k and F, and what is computed of them stays in its registers.
+// of 8 tokens of X_q, X_k and F, and what is computed of them stays in its registers. Two warpgroups with 64 tokens each took
+// the same instructions, but had twice the code and half the warps to run while others wait.
 //
 // c has an error below 2^-17 of it, so that no power of c is further off than half the rounding of an operand. dg runs
 // through the whole chunk; per token the argument for a tile holds for a chunk of mild tiles as well: its error is some
@@ -33,7 +37,20 @@
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
-enum { kChannelWritesReady = 5, kChannelPairsReady, kRoundsDone, kPartsReady, kTotalsReady, kSharesReady };
+enum {
+  kDifferencesReady = 5,
+  kChannelWritesReady,
+  kChannelPairsReady,
+  kRoundsDone,
+  kPartsReady,
+  kTotalsReady,
+  kSharesReady
+};
+
+// Among the warpgroups of a side.
+__device__ __forceinline__ void side_barrier(int side) {
+  side == 0 ? named_barrier<3>(kSideThreads) : named_barrier<4>(kSideThreads);
+}
 
 // kNorm: q and k have an l2 norm.
 template <DType kType, bool kNorm>
@@ -41,44 +58,54 @@ struct ChannelGradientGroup {
   const GradientArgs& args;
   const ChannelGradientMaps& maps;
   ChannelGradientShared& s;
-  int group, warp, lane;  // the warp within the warpgroup
-  int thread;             // of both
+  int thread, lane;                  // the thread of all that work
+  int side = 0, half = 0, warp = 0;  // the warp within the warpgroup
 
-  // As GradientGroup's.
+  // As GradientGroup's; finds side, half and warp.
   __device__ __forceinline__ void forget() {
     lane = opaque_below<kWarpSize>(lane);
     thread = opaque_below<kWorkers>(thread);
     const int at = __shfl_sync(kAllLanes, thread / kWarpSize, 0);
-    group = at / 4;
-    warp = at % 4;
+    side = at / kGroupWarps % kSides;
+    half = at / (kSides * kGroupWarps);
+    warp = at % kGroupWarps;
   }
 
+  // Where its tokens begin, its 64 channels or value columns, and of the channels the warp's 16; tile m of its tokens.
+  __device__ __forceinline__ int first_token() const { return kHalfRows * half; }
+  __device__ __forceinline__ int first_of_side() const { return kGroupColumns * side; }
+  __device__ __forceinline__ int block_of_channels() const { return kGroupWarps * side + warp; }
+  __device__ __forceinline__ int tile_row(int m) const { return first_token() + kTileRows * m; }
+
+  // Two numbers per token, of C tile n.
+  __device__ __forceinline__ float2 pair_of(const float* numbers, int n) const {
+    return column_pair(numbers + first_token(), n, lane);
+  }
   __device__ __forceinline__ float2 norm_of(const float* rstd, int n) const {
-    return kNorm ? column_pair(rstd, n, lane) : make_float2(1, 1);
+    return kNorm ? pair_of(rstd, n) : make_float2(1, 1);
   }
-  __device__ __forceinline__ int block_of_channels() const { return 4 * group + warp; }
   __device__ __forceinline__ OwnGates own_gates(const Item& item) const {
-    const int channel = 16 * block_of_channels() + lane / 4;
+    const int channel = 16 * block_of_channels() + lane / 4, token = first_token() + 2 * (lane % 4);
     const int tokens = static_cast<int>(item.span.length), K = args.chunk.problem.head_dim_k;
-    return {channel, tokens - 2 * (lane % 4), K - channel, tokens == kChunkRows && K == kWidth};
+    return {channel, token, tokens - token, K - channel, tokens == kChunkRows && K == kWidth};
   }
 
-  // Y . v over the warpgroup's value columns: the diagonal of a product, for the warp's 16 tokens.
+  // Y . v over a side's value columns: the diagonal of a product, for the warp's 16 tokens of all.
   __device__ __forceinline__ void dot_values() const {
-    const PanelOfTokens v(s.v + group * PanelOfTokens::kBytes);
+    const PanelOfTokens v(s.v + side * PanelOfTokens::kBytes);
     const WrittenTile Y(s.Y);
     float c[2][4] = {};
 #pragma unroll
     for (int m = 0; m < kGroupColumns / 16; ++m) {
       uint32_t a[4], b[4];
       v.load_a(16 * warp, m, lane, a);
-      Y.load_b_transposed(kGroupColumns * group + 16 * m, warp, lane, b);
+      Y.load_b_transposed(first_of_side() + 16 * m, warp, lane, b);
       mma<kType>(c[0], a, b[0], b[1]);
       mma<kType>(c[1], a, b[2], b[3]);
     }
     if (lane / 8 != lane % 4) return;  // rows g and g + 8, columns 2t and 2t + 1
     const bool odd = lane / 4 % 2 == 1;
-    float* yv = s.yv[group] + 16 * warp + lane / 4;
+    float* yv = s.yv[side] + 16 * warp + lane / 4;
     yv[0] = odd ? c[0][1] : c[0][0];
     yv[8] = odd ? c[1][3] : c[1][2];
   }
@@ -86,73 +113,87 @@ struct ChannelGradientGroup {
   // Step 1.
   __device__ __forceinline__ void writes(const ChannelNumbers& numbers) const {
     const StatesTile S(s.S);
-    const Keys reader(s.reader);
-    const LowerTile J(s.A);
-    const WrittenTile R(s.v);
-    TokenSums X;
+    const Keys reader(s.reader), bD(s.v);
+    const LowerTile J(s.pairs.A);
+    const WrittenTile R(s.reader);
+    ChannelSums X;
     wgmma_fence(X);
 #pragma unroll
     for (int m = 0; m < kKeySteps<kWidth>; ++m) {
-      wgmma<kType, kChunkRows>(X, S.along_rows(kGroupColumns * group, m), reader.along_rows(0, m), m > 0);
+      wgmma<kType, kHalfRows>(X, S.along_rows(first_of_side(), m), reader.along_rows(first_token(), m), m > 0);
     }
     wgmma_commit();
-    dot_values();
-    wgmma_wait<0>(X);
-    release(s.reader_free, lane);
-    Fragments<kTokenSteps> bD;
-    correct_values<kType>(ValueTile(s.v + group * ValueTile::kBytes), numbers.beta, warp, lane, X, bD);
-    wgmma_fence(X, bD);
+    if (half == 0) dot_values();
+    uint32_t v[kHalfTiles][4];
 #pragma unroll
-    for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
-    wgmma_commit();
-    half_barrier(group);  // all warps have read v, in whose place R goes
+    for (int m = 0; m < kHalfTiles; ++m) bD.load_c_transposed(tile_row(m), block_of_channels(), lane, v[m]);
     wgmma_wait<0>(X);
+    side_barrier(side);  // all warps have read v, in whose place bD goes
+#pragma unroll
+    for (int m = 0; m < kHalfTiles; ++m) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const int n = 2 * m + w / 2, e = w % 2 * 2;
+        const float2 beta = pair_of(numbers.beta, n), value = unpack<kType>(v[m][w]);
+        X[n][e] = beta.x * (value.x - X[n][e]);
+        X[n][e + 1] = beta.y * (value.y - X[n][e + 1]);
+      }
+      pack_a<kType>(X[2 * m], X[2 * m + 1], v[m]);
+      subtract_a<kType>(v[m], X[2 * m], X[2 * m + 1]);  // the diagonal of J, 1, meets bD in fp32
+      bD.store_c_transposed(tile_row(m), block_of_channels(), lane, v[m]);
+    }
+    fence_async_proxy();
+    named_barrier<kDifferencesReady>(kWorkers);
+    wgmma_fence(X);
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) {
+      wgmma<kType, kHalfRows>(X, bD.along_columns(first_of_side(), m), J.along_rows(first_token(), m));
+    }
+    wgmma_commit();
+    wgmma_wait<0>(X);
+#pragma unroll
+    for (int m = 0; m < kHalfTiles; ++m) {
       uint32_t a[4];
       pack_a<kType>(X[2 * m], X[2 * m + 1], a);
-      R.store_a(kGroupColumns * group + 16 * warp, m, lane, a);
+      R.store_a(first_of_side() + 16 * warp, kHalfTiles * half + m, lane, a);
     }
   }
 
-  // Step 2: the operands P and A, columns [32 group, +32), zeros on the diagonal and above; the diagonal of P in fp32.
-  __device__ __forceinline__ void make_pairs(const Pairs& dP, const Pairs& dA) const {
-    const LowerTile P(s.P), A(s.A);
-    const float scale = args.chunk.problem.scale;
+  // Step 2: the operand P or A, columns [32 half, +32), zeros on the diagonal and above; the diagonal of P in fp32.
+  __device__ __forceinline__ void make_pairs(const Pairs& x) const {
+    const LowerTile tile(side == 0 ? s.pairs.P : s.pairs.A);
+    const float scale = side == 0 ? args.chunk.problem.scale : 1.0f;
 #pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      float p[2][4], a[2][4];
+    for (int block = 0; block < kHalfTiles; ++block) {
+      float y[2][4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int n = 2 * block + h, i = 16 * warp + lane / 4 + e / 2 * 8;
-          const int j = 32 * group + 8 * n + 2 * (lane % 4) + e % 2;
-          const float x = scale * dP[n][e];
-          if (i == j) s.diagonal[i] = x;
-          p[h][e] = i > j ? x : 0.0f;
-          a[h][e] = i > j ? dA[n][e] : 0.0f;
+          const int j = first_token() + 8 * n + 2 * (lane % 4) + e % 2;
+          const float scaled = scale * x[n][e];
+          if (i == j && side == 0) s.diagonal[i] = scaled;
+          y[h][e] = i > j ? scaled : 0.0f;
         }
       }
       uint32_t words[4];
-      pack_a<kType>(p[0], p[1], words);
-      P.store_a(16 * warp, 2 * group + block, lane, words);
-      pack_a<kType>(a[0], a[1], words);
-      A.store_a(16 * warp, 2 * group + block, lane, words);
+      pack_a<kType>(y[0], y[1], words);
+      tile.store_a(16 * warp, kHalfTiles * half + block, lane, words);
     }
   }
 
-  // Step 3: c in place of the gates. Returns whether all of the thread's are mild.
-  __device__ __forceinline__ bool sum_gates(const Item& item, ChannelSums& c, OfChannels (&total)[kRowTiles]) const {
+  // Step 3: c in place of the gates, and the totals of the warpgroup's tiles. Returns whether all of the thread's are mild.
+  __device__ __forceinline__ bool sum_gates(const Item& item, ChannelSums& c, OfChannels (&total)[kHalfTiles]) const {
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
     const OwnGates own = own_gates(item);
     chunk_16bit::with_gate_kind(p, [&](auto kind) {
       const ChannelGate gate(p, item.head, own);
 #pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) {
+      for (auto& tile : c) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          c[n][e] = log2_of_gate<decltype(kind)::value>(p, gate.rate, gate.bias[e / 2], c[n][e]);
+          tile[e] = log2_of_gate<decltype(kind)::value>(p, gate.rate, gate.bias[e / 2], tile[e]);
         }
       }
     });
@@ -160,34 +201,45 @@ struct ChannelGradientGroup {
     float least = 0;
     bool mild = true;
 #pragma unroll
-    for (int tile = 0; tile < kRowTiles; ++tile) {
-      float(&left)[4] = c[2 * tile], (&right)[4] = c[2 * tile + 1];
+    for (int m = 0; m < kHalfTiles; ++m) {
+      float(&left)[4] = c[2 * m], (&right)[4] = c[2 * m + 1];
 #pragma unroll
       for (int e = 0; e < 4; ++e) least = fminf(least, fminf(left[e], right[e]));
       sum_tile(left, right, lane);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        total[tile][h] = __shfl_sync(kAllLanes, right[2 * h + 1], 3, 4);
-        mild = mild && is_mild<kType>(total[tile][h]);  // no NaN is
+        total[m][h] = __shfl_sync(kAllLanes, right[2 * h + 1], 3, 4);
+        mild = mild && is_mild<kType>(total[m][h]);  // no NaN is
+        if (lane % 4 == 0) s.totals[kHalfTiles * half + m][own.channel + 8 * h] = total[m][h];
       }
     }
     return mild && least >= kLeastOfToken;
   }
 
-  // The rising and falling rows of the warpgroup's channels.
+  // Of the tiles of the other half.
+  __device__ __forceinline__ void take_totals(OfChannels (&other)[kHalfTiles]) const {
+    const int channel = 16 * block_of_channels() + lane / 4;
+#pragma unroll
+    for (int m = 0; m < kHalfTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) other[m][h] = s.totals[kHalfTiles * (1 - half) + m][channel + 8 * h];
+    }
+  }
+
+  // The rising and falling rows of the warpgroup's channels and tokens.
   __device__ __forceinline__ void make_rows(const ChannelNumbers& numbers, const ChannelSums& c,
-                                            const OfChannels (&total)[kRowTiles]) const {
+                                            const OfChannels (&total)[kHalfTiles]) const {
     const Keys q(s.q), k(s.k), rising_q(s.rising_q), rising_k(s.rising_k), falling(s.falling);
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kHalfTiles; ++m) {
       TileWords of_q, of_k, of_fall;
-      q.load_c_transposed(16 * m, block_of_channels(), lane, of_q);
-      k.load_c_transposed(16 * m, block_of_channels(), lane, of_k);
+      q.load_c_transposed(tile_row(m), block_of_channels(), lane, of_q);
+      k.load_c_transposed(tile_row(m), block_of_channels(), lane, of_k);
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const int n = 2 * m + w / 2, h = w % 2;
         const float2 rstd_q = norm_of(numbers.rstd_q, n), rstd_k = norm_of(numbers.rstd_k, n);
-        const float2 beta = column_pair(numbers.beta, n, lane);
+        const float2 beta = pair_of(numbers.beta, n);
         const float2 raw_q = unpack<kType>(of_q[w]), raw_k = unpack<kType>(of_k[w]);
         const float2 key = make_float2(rstd_k.x * raw_k.x, rstd_k.y * raw_k.y);
         const float c0 = c[n][2 * h], c1 = c[n][2 * h + 1];
@@ -197,21 +249,22 @@ struct ChannelGradientGroup {
         of_k[w] = pack<kType>(rise.x * (beta.x * key.x), rise.y * (beta.y * key.y)) ^ kBothSigns;
         of_fall[w] = pack<kType>(fall.x * key.x, fall.y * key.y);
       }
-      rising_q.store_c_transposed(16 * m, block_of_channels(), lane, of_q);
-      rising_k.store_c_transposed(16 * m, block_of_channels(), lane, of_k);
-      falling.store_c_transposed(16 * m, block_of_channels(), lane, of_fall);
+      rising_q.store_c_transposed(tile_row(m), block_of_channels(), lane, of_q);
+      rising_k.store_c_transposed(tile_row(m), block_of_channels(), lane, of_k);
+      falling.store_c_transposed(tile_row(m), block_of_channels(), lane, of_fall);
     }
   }
 
-  // <S, G> of the lane's channels: the diagonal of S G^T.
+  // <S, G> of the lane's channels, over half of the value columns: the diagonal of S G^T.
   __device__ __forceinline__ void dot_states(OfChannels& dots) const {
     const StatesTile S(s.S), G(s.G);
     float c[2][4] = {};
 #pragma unroll 2
-    for (int m = 0; m < kWidth / 16; ++m) {
+    for (int m = 0; m < kWidth / kHalves / 16; ++m) {
+      const int row = kWidth / kHalves * half + 16 * m;
       uint32_t a[4], b[4];  // an A fragment of channels by columns is also a B fragment of columns by channels
-      S.load_c_transposed(16 * m, block_of_channels(), lane, a);
-      G.load_c_transposed(16 * m, block_of_channels(), lane, b);
+      S.load_c_transposed(row, block_of_channels(), lane, a);
+      G.load_c_transposed(row, block_of_channels(), lane, b);
       mma<kType>(c[0], a, b[0], b[2]);
       mma<kType>(c[1], a, b[1], b[3]);
     }
@@ -220,28 +273,32 @@ struct ChannelGradientGroup {
     dots[1] = __shfl_sync(kAllLanes, g % 2 == 0 ? c[1][2] : c[1][3], source);
   }
 
-  // dg after the last token, from <S, G> and F = G R^T.
-  __device__ __forceinline__ void end_gradients(const OfChannels (&total)[kRowTiles], const ChannelSums& F,
+  // The half's share of dg after the last token, from its share of <S, G> and F = G R^T.
+  __device__ __forceinline__ void end_gradients(const OfChannels (&total)[kHalfTiles],
+                                                const OfChannels (&other)[kHalfTiles], const ChannelSums& F,
                                                 OfChannels& dg) const {
     const Keys falling(s.falling);
-    OfChannels written = {0, 0}, all = {1, 1};
+    OfChannels written = {0, 0};
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kHalfTiles; ++m) {
       TileWords words;
-      falling.load_c_transposed(16 * m, block_of_channels(), lane, words);
+      falling.load_c_transposed(tile_row(m), block_of_channels(), lane, words);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float to = exp2_approx(total[m][h]);
         const float2 first = unpack<kType>(words[h]), second = unpack<kType>(words[2 + h]);
         const float(&left)[4] = F[2 * m], (&right)[4] = F[2 * m + 1];
         float sum = fmaf(first.y, left[2 * h + 1], first.x * left[2 * h]);
         sum = fmaf(second.y, right[2 * h + 1], fmaf(second.x, right[2 * h], sum));
-        written[h] = fmaf(written[h], to, sum);
-        all[h] *= to;
+        written[h] = m == 0 ? sum : fmaf(written[h], exp2_approx(total[m][h]), sum);
       }
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) dg[h] = fmaf(all[h], dg[h], sum_over_lanes<4>(written[h]));
+    for (int h = 0; h < 2; ++h) {
+      const float behind = other[0][h] + other[1][h];
+      const float on_written = half == 0 ? exp2_approx(behind) : 1.0f;
+      const float all = exp2_approx(total[0][h] + total[1][h] + behind);
+      dg[h] = fmaf(all, dg[h], on_written * sum_over_lanes<4>(written[h]));
+    }
   }
 
   // x of the tiles [kFrom, kTo) times a number of the channel, the others times `one`, which nobody knows to be 1: ptxas
@@ -249,57 +306,65 @@ struct ChannelGradientGroup {
   template <int kFrom, int kTo>
   __device__ __forceinline__ static void scale_tiles(float low, float high, float one, ChannelSums& x) {
 #pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
+    for (int n = 0; n < 2 * kHalfTiles; ++n) {
       const bool within = n >= 2 * kFrom && n < 2 * kTo;
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[n][e] *= within ? (e < 2 ? low : high) : one;
     }
   }
 
-  // Step 4 of X, and of F: a group of products each, of which the sums have come.
-  template <int kRound>
-  __device__ __forceinline__ void read_tiles(const OfChannels (&total)[kRowTiles], float one, ChannelSums& X_q,
-                                             ChannelSums& X_k) const {
+  // Step 4 of X from tile kFrom of the half on, and of F up to tile kTo - 1: tile r of all meets them. A group of products
+  // each, of which the sums have come.
+  template <int kFrom>
+  __device__ __forceinline__ void read_tile(int r, const OfChannels& total, float scale, float one, ChannelSums& X_q,
+                                            ChannelSums& X_k) const {
     const Keys falling(s.falling);
-    const int channel = group * PanelOfTokens::kPanelColumns;
-    const float low = exp2_approx(total[kRound][0]), high = exp2_approx(total[kRound][1]);
-    const float scale = kRound == 0 ? args.chunk.problem.scale : 1.0f;
-    scale_tiles<kRound, kRowTiles>(scale * low, scale * high, one, X_q);
-    scale_tiles<kRound, kRowTiles>(low, high, one, X_k);
+    const float low = exp2_approx(total[0]), high = exp2_approx(total[1]);
+    scale_tiles<kFrom, kHalfTiles>(scale * low, scale * high, one, X_q);
+    scale_tiles<kFrom, kHalfTiles>(low, high, one, X_k);
+    const auto of_tile = falling.along_columns(first_of_side(), r);
     wgmma_fence(X_q, X_k);
-    wgmma<kType, 64>(X_q, falling.along_columns(channel, kRound), LowerTile(s.P).along_rows(0, kRound));
-    wgmma<kType, 64>(X_k, falling.along_columns(channel, kRound), LowerTile(s.A).along_rows(0, kRound));
+    wgmma<kType, kHalfRows>(X_q, of_tile, LowerTile(s.pairs.P).along_rows(first_token(), r));
+    wgmma<kType, kHalfRows>(X_k, of_tile, LowerTile(s.pairs.A).along_rows(first_token(), r));
     wgmma_commit();
   }
-  template <int kRound>
-  __device__ __forceinline__ void write_tiles(const OfChannels (&total)[kRowTiles], float one, ChannelSums& F) const {
-    constexpr int kTile = kRowTiles - 1 - kRound;
-    const int channel = group * PanelOfTokens::kPanelColumns;
-    scale_tiles<0, kTile + 1>(exp2_approx(total[kTile][0]), exp2_approx(total[kTile][1]), one, F);
+  template <int kTo>
+  __device__ __forceinline__ void write_tile(int r, const OfChannels& total, float one, ChannelSums& F) const {
+    const int channel = first_of_side(), column = first_token();
+    scale_tiles<0, kTo>(exp2_approx(total[0]), exp2_approx(total[1]), one, F);
     wgmma_fence(F);
-    wgmma<kType, 64>(F, Keys(s.rising_q).along_columns(channel, kTile), LowerTile(s.P).along_columns(0, kTile));
-    wgmma<kType, 64>(F, Keys(s.rising_k).along_columns(channel, kTile), LowerTile(s.A).along_columns(0, kTile));
+    wgmma<kType, kHalfRows>(F, Keys(s.rising_q).along_columns(channel, r),
+                            LowerTile(s.pairs.P).along_columns(column, r));
+    wgmma<kType, kHalfRows>(F, Keys(s.rising_k).along_columns(channel, r),
+                            LowerTile(s.pairs.A).along_columns(column, r));
     wgmma_commit();
   }
 
-  // Step 4: F is scaled while the products of X run, and X while those of F do.
-  __device__ __forceinline__ void add_tiles(const OfChannels (&total)[kRowTiles], ChannelSums& X_q, ChannelSums& X_k,
+  // Step 4: what tiles of the other half bring comes first, to X of the second half and to F of the first. F of the own tiles
+  // is scaled while the products of X run, and X while those of F do.
+  __device__ __forceinline__ void add_tiles(const OfChannels (&total)[kHalfTiles],
+                                            const OfChannels (&other)[kHalfTiles], ChannelSums& X_q, ChannelSums& X_k,
                                             ChannelSums& F) const {
     const float one = __uint_as_float(static_cast<uint32_t>(opaque(0x3f800000)));
-    read_tiles<0>(total, one, X_q, X_k);
-    write_tiles<0>(total, one, F);
+    const float scale = args.chunk.problem.scale;
+    if (half == 1) {
+      read_tile<0>(0, other[0], scale, one, X_q, X_k);
+      wgmma_wait<0>(X_q, X_k);
+      read_tile<0>(1, other[1], 1.0f, one, X_q, X_k);
+      wgmma_wait<0>(X_q, X_k);
+    } else {
+      write_tile<kHalfTiles>(3, other[1], one, F);
+      wgmma_wait<0>(F);
+      write_tile<kHalfTiles>(2, other[0], one, F);
+      wgmma_wait<0>(F);
+    }
+    const int first = kHalfTiles * half;
+    read_tile<0>(first, total[0], half == 0 ? scale : 1.0f, one, X_q, X_k);
+    write_tile<2>(first + 1, total[1], one, F);
     wgmma_wait<1>(X_q, X_k);
-    read_tiles<1>(total, one, X_q, X_k);
+    read_tile<1>(first + 1, total[1], 1.0f, one, X_q, X_k);
     wgmma_wait<1>(F);
-    write_tiles<1>(total, one, F);
-    wgmma_wait<1>(X_q, X_k);
-    read_tiles<2>(total, one, X_q, X_k);
-    wgmma_wait<1>(F);
-    write_tiles<2>(total, one, F);
-    wgmma_wait<1>(X_q, X_k);
-    read_tiles<3>(total, one, X_q, X_k);
-    wgmma_wait<1>(F);
-    write_tiles<3>(total, one, F);
+    write_tile<1>(first, total[0], one, F);
     wgmma_wait<0>(X_q, X_k, F);
   }
 
@@ -315,7 +380,7 @@ struct ChannelGradientGroup {
     if (item.first && item.last) return;
     float4* kept = kept_sums(which);
 #pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n, kept += kWorkers) {
+    for (int n = 0; n < 2 * kHalfTiles; ++n, kept += kWorkers) {
       if (!item.first) {
         const float4 y = *kept;
         x[n][0] += y.x, x[n][1] += y.y, x[n][2] += y.z, x[n][3] += y.w;
@@ -325,9 +390,10 @@ struct ChannelGradientGroup {
   }
 
   // The sums of a tile's tokens over the warp's channels: of the lane's tokens, 2 i + e % 2 of C tile i.
-  __device__ __forceinline__ void leave_sums(int tile, const float (&of_beta)[4], const float (&along)[8]) const {
+  __device__ __forceinline__ void leave_sums(int m, const float (&of_beta)[4], const float (&along)[8]) const {
     const auto place = [&](int which, int number) -> float& {
-      return s.sums.part[which][block_of_channels()][kTileRows * tile + 8 * (number / 2) + 2 * (lane % 4) + number % 2];
+      const int token = tile_row(m) + 8 * (number / 2) + 2 * (lane % 4) + number % 2;
+      return s.exchange.part[which][block_of_channels()][token];
     };
     float two[2];
 #pragma unroll
@@ -359,35 +425,50 @@ struct ChannelGradientGroup {
     }
   }
 
-  // What a tile's sums give: dq in place of X_q, dk in place of F, the terms of dg, and those of -dbeta and of q . dq and
-  // k . dk of its tokens.
+  // What the tokens of a tile add to dg.
+  __device__ __forceinline__ void add_terms(int m, const OfChannels& total, const ChannelSums& X_q,
+                                            const ChannelSums& X_k, const ChannelSums& F, float (&terms)[2][4]) const {
+    TileWords rising_q, rising_k, falling;
+    Keys(s.rising_q).load_c_transposed(tile_row(m), block_of_channels(), lane, rising_q);
+    Keys(s.rising_k).load_c_transposed(tile_row(m), block_of_channels(), lane, rising_k);
+    Keys(s.falling).load_c_transposed(tile_row(m), block_of_channels(), lane, falling);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float inverse = exp2_approx(-total[h]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int n = 2 * m + i, w = 2 * i + h;
+        const float2 up_q = unpack<kType>(rising_q[w]), up_k = unpack<kType>(rising_k[w]);
+        const float2 down = unpack<kType>(falling[w]);
+        const auto term = [&](int e, float on_q, float on_k, float on_down) {
+          return inverse * fmaf(on_q, X_q[n][e], fmaf(on_k, X_k[n][e], -(on_down * F[n][e])));
+        };
+        terms[i][2 * h] = term(2 * h, up_q.x, up_k.x, down.x);
+        terms[i][2 * h + 1] = term(2 * h + 1, up_q.y, up_k.y, down.y);
+      }
+    }
+  }
+
+  // What a tile's sums give: dq in place of X_q, dk in place of F, and the terms of -dbeta and of q . dq and k . dk of its
+  // tokens.
   __device__ __forceinline__ void finish_tile(int m, const ChannelNumbers& numbers, const ChannelSums& c,
                                               const OfChannels& total, ChannelSums& X_q, const ChannelSums& X_k,
-                                              ChannelSums& F, float (&terms)[2][4], float (&of_beta)[4],
-                                              float (&along)[8]) const {
-    TileWords of_q, of_k, rising_q, rising_k, falling;
-    Keys(s.q).load_c_transposed(16 * m, block_of_channels(), lane, of_q);
-    Keys(s.k).load_c_transposed(16 * m, block_of_channels(), lane, of_k);
-    Keys(s.rising_q).load_c_transposed(16 * m, block_of_channels(), lane, rising_q);
-    Keys(s.rising_k).load_c_transposed(16 * m, block_of_channels(), lane, rising_k);
-    Keys(s.falling).load_c_transposed(16 * m, block_of_channels(), lane, falling);
+                                              ChannelSums& F, float (&of_beta)[4], float (&along)[8]) const {
+    TileWords of_q, of_k;
+    Keys(s.q).load_c_transposed(tile_row(m), block_of_channels(), lane, of_q);
+    Keys(s.k).load_c_transposed(tile_row(m), block_of_channels(), lane, of_k);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int n = 2 * m + i;
       const float2 rstd_q = norm_of(numbers.rstd_q, n), rstd_k = norm_of(numbers.rstd_k, n);
-      const float2 beta = column_pair(numbers.beta, n, lane), P = column_pair(s.diagonal, n, lane);
+      const float2 beta = pair_of(numbers.beta, n), P = pair_of(s.diagonal, n);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float inverse = exp2_approx(-total[h]);
         const float2 raw_q = unpack<kType>(of_q[2 * i + h]), raw_k = unpack<kType>(of_k[2 * i + h]);
-        const float2 up_q = unpack<kType>(rising_q[2 * i + h]), up_k = unpack<kType>(rising_k[2 * i + h]);
-        const float2 down = unpack<kType>(falling[2 * i + h]);
-        const auto finish = [&](int e, float q, float k, float b, float P_ii, float on_q, float on_k, float on_down) {
-          const float X = X_q[n][e], x = X_k[n][e], f = F[n][e];
-          terms[i][e] = inverse * fmaf(on_q, X, fmaf(on_k, x, -(on_down * f)));
-          const float up = exp2_approx(c[n][e] - total[h]), read = up * x;
-          X_q[n][e] = fmaf(P_ii, k, up * X);
-          F[n][e] = fmaf(P_ii, q, fmaf(-b, read, exp2_approx(-c[n][e]) * f));
+        const auto finish = [&](int e, float q, float k, float b, float P_ii) {
+          const float up = exp2_approx(c[n][e] - total[h]), read = up * X_k[n][e];
+          X_q[n][e] = fmaf(P_ii, k, up * X_q[n][e]);
+          F[n][e] = fmaf(P_ii, q, fmaf(-b, read, exp2_approx(-c[n][e]) * F[n][e]));
           const int token = 2 * i + e % 2;
           of_beta[token] = h == 0 ? k * read : fmaf(k, read, of_beta[token]);
           if constexpr (kNorm) {
@@ -395,8 +476,8 @@ struct ChannelGradientGroup {
             along[4 + token] = h == 0 ? k * F[n][e] : fmaf(k, F[n][e], along[4 + token]);
           }
         };
-        finish(2 * h, rstd_q.x * raw_q.x, rstd_k.x * raw_k.x, beta.x, P.x, up_q.x, up_k.x, down.x);
-        finish(2 * h + 1, rstd_q.y * raw_q.y, rstd_k.y * raw_k.y, beta.y, P.y, up_q.y, up_k.y, down.y);
+        finish(2 * h, rstd_q.x * raw_q.x, rstd_k.x * raw_k.x, beta.x, P.x);
+        finish(2 * h + 1, rstd_q.y * raw_q.y, rstd_k.y * raw_k.y, beta.y, P.y);
       }
     }
   }
@@ -410,12 +491,12 @@ struct ChannelGradientGroup {
     float a_log = 0;
     if (p.gate_in_kernel) {
       ChannelSums x;
-      load_channel_gates(p, item, own, lane, x);
+      load_channel_gates(p, item, own, x);
       const ChannelGate gate(p, item.head, own);
       own.clear_others(dg);
       chunk_16bit::with_gate_kind(p, [&](auto kind) {
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) {
+        for (int n = 0; n < 2 * kHalfTiles; ++n) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const GateTerms terms =
@@ -431,22 +512,28 @@ struct ChannelGradientGroup {
     if (out.present()) {
       with_type(out.dtype, [&](auto type) {
         constexpr DType kOut = decltype(type)::value;
-        own.for_each<kOut>(out, item, lane, [&](int n, int e, char* at) { store_float(at, kOut, 0, dg[n][e]); });
+        own.for_each<kOut>(out, item, [&](int n, int e, char* at) { store_float(at, kOut, 0, dg[n][e]); });
       });
     }
     if (!parameters) return;
     double* parts = args.parameter_parts + item.at * (1 + p.head_dim_k) + 1;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float sum = sum_over_lanes<4>(bias[h]);
-      if (lane % 4 == 0 && 8 * h < own.columns) parts[own.channel + 8 * h] = sum;
+      bias[h] = sum_over_lanes<4>(bias[h]);
+      if (half == 0 && lane % 4 == 0) s.exchange.bias[own.channel + 8 * h] = bias[h];
     }
     a_log = sum_over_lanes<kWarpSize>(a_log);
-    if (lane == 0) s.a_log[block_of_channels()] = a_log;
+    if (lane == 0) s.exchange.a_log[thread / kWarpSize] = a_log;
     named_barrier<kSharesReady>(kWorkers);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (half == 1 && lane % 4 == 0 && 8 * h < own.columns) {
+        parts[own.channel + 8 * h] = double{s.exchange.bias[own.channel + 8 * h]} + bias[h];
+      }
+    }
     if (thread != 0) return;
     double sum = 0;
-    for (const float part : s.a_log) sum += part;
+    for (const float part : s.exchange.a_log) sum += part;
     parts[-1] = sum;
   }
 
@@ -456,7 +543,7 @@ struct ChannelGradientGroup {
     if (which >= (kNorm ? kNumRowSums : kAlongQ)) return;
     float sum = 0;
 #pragma unroll
-    for (int w = 0; w < kWorkerWarps; ++w) sum += s.sums.part[which][w][i];
+    for (int w = 0; w < kChannelBlocks; ++w) sum += s.exchange.part[which][w][i];
     if (which != kOfBeta) {
       if (!item.first || !item.last) {  // over the heads of a group
         float& kept =
@@ -465,11 +552,11 @@ struct ChannelGradientGroup {
         kept = sum;
       }
       const float rstd = which == kAlongQ ? numbers.rstd_q[i] : numbers.rstd_k[i];
-      s.sums.total[which][i] = rstd * rstd * sum;
+      s.exchange.total[which][i] = rstd * rstd * sum;
     } else if (args.dbeta.present() && i < item.span.length) {
       const DeviceTensor& out = args.dbeta;
       store_float(out.data, out.dtype, row_offset(out, item.span.batch, item.span.begin + i, item.head),
-                  beta_adjoint(args.chunk.problem, numbers.beta[i], s.sums.total[kOfBeta][i] - sum));
+                  beta_adjoint(args.chunk.problem, numbers.beta[i], s.exchange.total[kOfBeta][i] - sum));
     }
   }
 
@@ -477,13 +564,13 @@ struct ChannelGradientGroup {
   __device__ __forceinline__ void leave(const Keys& rows, const float* rstd, const float* along,
                                         const ChannelSums& y) const {
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kHalfTiles; ++m) {
       TileWords words;
-      if constexpr (kNorm) rows.load_c_transposed(16 * m, block_of_channels(), lane, words);
+      if constexpr (kNorm) rows.load_c_transposed(tile_row(m), block_of_channels(), lane, words);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int n = 2 * m + i;
-        const float2 on = column_pair(rstd, n, lane), sum = column_pair(along, n, lane);
+        const float2 on = norm_of(rstd, n), sum = norm_of(along, n);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float2 dx = make_float2(y[n][2 * h], y[n][2 * h + 1]);
@@ -495,125 +582,165 @@ struct ChannelGradientGroup {
         }
       }
       __syncwarp();
-      rows.store_c_transposed(16 * m, block_of_channels(), lane, words);
+      rows.store_c_transposed(tile_row(m), block_of_channels(), lane, words);
     }
   }
 
+  // By one thread of a side.
+  __device__ __forceinline__ bool stores_side() const { return half == 0 && thread % kGroupThreads == 0; }
   __device__ __forceinline__ void store_keys(const Item& item) const {
     fence_async_proxy();
-    half_barrier(group);
-    if (thread % kGroupThreads != 0) return;
+    side_barrier(side);
+    if (!stores_side()) return;
     const RowsPlace at = rows_of(item, item.key_head);
-    const int column = group * PanelOfTokens::kPanelColumns;
+    const int column = first_of_side();
     const bool stores = column < args.chunk.problem.head_dim_k;
     if (stores && args.dq.present()) {
-      store_box(maps.dq, {column, at.head, at.missing, at.end, at.batch}, Keys(s.q).panel(group));
+      store_box(maps.dq, {column, at.head, at.missing, at.end, at.batch}, Keys(s.q).panel(side));
     }
     if (stores && args.dk.present()) {
-      store_box(maps.dk, {column, at.head, at.missing, at.end, at.batch}, Keys(s.k).panel(group));
+      store_box(maps.dk, {column, at.head, at.missing, at.end, at.batch}, Keys(s.k).panel(side));
     }
     commit_stores();
     wait_stores_read<0>();
     s.keys_free.arrive();
   }
 
-  // Step 5.
+  // The half's share of dg after the last token, and what its tokens add to dg before them.
+  __device__ __forceinline__ void leave_ends(const OfChannels& end, const OfChannels& added) const {
+    if (lane % 4 != 0) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int channel = 16 * block_of_channels() + lane / 4 + 8 * h;
+      s.exchange.end[half][channel] = end[h];
+      if (half == 1) s.exchange.after_first[channel] = added[h];
+    }
+  }
+
+  // dg after the half's last token.
+  __device__ __forceinline__ void add_ends(ChannelSums& dg) const {
+    OfChannels after;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int channel = 16 * block_of_channels() + lane / 4 + 8 * h;
+      after[h] = s.exchange.end[0][channel] + s.exchange.end[1][channel];
+      if (half == 0) after[h] += s.exchange.after_first[channel];
+    }
+#pragma unroll
+    for (auto& tile : dg) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) tile[e] += after[e / 2];
+    }
+  }
+
+  // Step 5. `end`: the half's share of dg after the last token.
   __device__ __forceinline__ void finish(const Item& item, const ChannelNumbers& numbers, const ChannelSums& c,
-                                         const OfChannels (&total)[kRowTiles], OfChannels& after, ChannelSums& X_q,
+                                         const OfChannels (&total)[kHalfTiles], const OfChannels& end, ChannelSums& X_q,
                                          ChannelSums& X_k, ChannelSums& F) {
     // Here, because `yv` may be that of the next item when the sums are complete.
-    if (thread < kChunkRows) s.sums.total[kOfBeta][thread] = s.yv[0][thread] + s.yv[1][thread];
+    if (thread < kChunkRows) s.exchange.total[kOfBeta][thread] = s.yv[0][thread] + s.yv[1][thread];
+    OfChannels added = {0, 0};
 #pragma unroll
-    for (int tile = kRowTiles - 1; tile >= 0; --tile) {
+    for (int m = kHalfTiles - 1; m >= 0; --m) {
       float of_beta[4] = {}, along[8] = {};
-      if (kTileRows * tile < item.span.length) {  // else all sums are 0
+      if (tile_row(m) < item.span.length) {  // else all sums are 0
         float terms[2][4];
-        finish_tile(tile, numbers, c, total[tile], X_q, X_k, F, terms, of_beta, along);
-        sum_back(terms, after);
+        add_terms(m, total[m], X_q, X_k, F, terms);
+        finish_tile(m, numbers, c, total[m], X_q, X_k, F, of_beta, along);
+        sum_back(terms, added);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) X_k[2 * tile][e] = terms[0][e], X_k[2 * tile + 1][e] = terms[1][e];
+        for (int e = 0; e < 4; ++e) X_k[2 * m][e] = terms[0][e], X_k[2 * m + 1][e] = terms[1][e];
       }
-      leave_sums(tile, of_beta, along);
+      leave_sums(m, of_beta, along);
     }
+    leave_ends(end, added);
     forget();
     add_group(item, 0, X_q);
     add_group(item, 1, F);
     named_barrier<kPartsReady>(kWorkers);
+    add_ends(X_k);
+    fence_async_proxy();
+    release(s.pairs_free, lane);
     finish_sums(item, numbers);
     if (item.last) {
       if constexpr (kNorm) named_barrier<kTotalsReady>(kWorkers);
       forget();
-      leave(Keys(s.q), numbers.rstd_q, s.sums.total[kAlongQ], X_q);
-      leave(Keys(s.k), numbers.rstd_k, s.sums.total[kAlongK], F);
+      leave(Keys(s.q), numbers.rstd_q, s.exchange.total[kAlongQ], X_q);
+      leave(Keys(s.k), numbers.rstd_k, s.exchange.total[kAlongK], F);
       store_keys(item);
     }
     forget();
     finish_gates(item, X_k);
   }
 
-  // Steps 2 to 5. Returns whether the item is strong, and nothing of it was finished.
-  __device__ __forceinline__ bool gradients(const Item& item, const ChannelNumbers& numbers, uint32_t turn) {
+  // Steps 2 to 5, of the gates in `c`. Returns whether the item is strong, and nothing of it was finished.
+  __device__ __forceinline__ bool gradients(const Item& item, const ChannelNumbers& numbers, uint32_t turn,
+                                            ChannelSums& c) {
     const Keys d_o(s.d_o);
     const StatesTile S(s.S), G(s.G);
-    const WrittenTile Y(s.Y), R(s.v);
-    const int channel = group * PanelOfTokens::kPanelColumns, column = group * (kChunkRows / 2);
-    ChannelSums X_q, X_k, F, c;
-    OfChannels total[kRowTiles], after;
+    const WrittenTile Y(s.Y), R(s.reader);
+    ChannelSums X_q, X_k, F;
+    OfChannels total[kHalfTiles], other[kHalfTiles], end;
     {
-      Pairs dP, dA;
-      wgmma_fence(dP, dA);
+      Pairs x;
+      if (side == 0) {
+        wgmma_fence(x);
 #pragma unroll
-      for (int m = 0; m < kKeySteps<kWidth>; ++m) {
-        wgmma<kType, 32>(dP, d_o.along_rows(0, m), R.along_columns(column, m), m > 0);
-      }
+        for (int m = 0; m < kKeySteps<kWidth>; ++m) {
+          wgmma<kType, 32>(x, d_o.along_rows(0, m), R.along_columns(first_token(), m), m > 0);
+        }
+        wgmma_commit();
+      } else {
+        wgmma_fence(x);
 #pragma unroll
-      for (int m = 0; m < kKeySteps<kWidth>; ++m) {
-        wgmma<kType, 32>(dA, Y.along_columns(0, m), R.along_columns(column, m), m > 0);
+        for (int m = 0; m < kKeySteps<kWidth>; ++m) {
+          wgmma<kType, 32>(x, Y.along_columns(0, m), R.along_columns(first_token(), m), m > 0);
+        }
+        wgmma_commit();
       }
-      wgmma_commit();
       wgmma_fence(X_q, X_k);
 #pragma unroll
       for (int m = 0; m < kKeySteps<kWidth>; ++m) {
-        wgmma<kType, 64>(X_q, S.along_columns(channel, m), d_o.along_rows(0, m), m > 0);
+        wgmma<kType, kHalfRows>(X_q, S.along_columns(first_of_side(), m), d_o.along_rows(first_token(), m), m > 0);
       }
 #pragma unroll
       for (int m = 0; m < kKeySteps<kWidth>; ++m) {
-        wgmma<kType, 64>(X_k, S.along_columns(channel, m), Y.along_columns(0, m), m > 0);
+        wgmma<kType, kHalfRows>(X_k, S.along_columns(first_of_side(), m), Y.along_columns(first_token(), m), m > 0);
       }
       wgmma_commit();
-      load_channel_gates(args.chunk.problem, item, own_gates(item), lane, c);
       if (!sum_gates(item, c, total)) s.strong[turn % 2] = 1;
       forget();
-      wgmma_wait<1>(dP, dA);
-      make_pairs(dP, dA);
+      wgmma_wait<1>(x);
+      make_pairs(x);
     }
     if (thread == 0) s.strong[(turn + 1) % 2] = 0;
     s.third_filled.wait(turn % 2);
     wgmma_fence(F);
 #pragma unroll
     for (int m = 0; m < kKeySteps<kWidth>; ++m) {
-      wgmma<kType, 64>(F, G.along_columns(channel, m), R.along_columns(0, m), m > 0);
+      wgmma<kType, kHalfRows>(F, G.along_columns(first_of_side(), m), R.along_columns(first_token(), m), m > 0);
     }
     wgmma_commit();
     if (item.first) s.keys_filled.wait(s.keys[turn % 2] % 2);
     forget();
     make_rows(numbers, c, total);
-    dot_states(after);
+    dot_states(end);
     fence_async_proxy();
     named_barrier<kChannelPairsReady>(kWorkers);
     const bool strong = s.strong[turn % 2] != 0;
+    take_totals(other);
     wgmma_wait<0>(X_q, X_k, F);
     release(s.states_free, lane);
     forget();
-    end_gradients(total, F, after);
-    add_tiles(total, X_q, X_k, F);
-    release(s.pairs_free, lane);
+    end_gradients(total, other, F, end);
+    add_tiles(total, other, X_q, X_k, F);
     named_barrier<kRoundsDone>(kWorkers);
     forget();
     if (!strong) {
-      finish(item, numbers, c, total, after, X_q, X_k, F);
-    } else if (item.last && thread % kGroupThreads == 0) {
-      s.keys_free.arrive();
+      finish(item, numbers, c, total, end, X_q, X_k, F);
+    } else {
+      release(s.pairs_free, lane);
+      if (item.last && stores_side()) s.keys_free.arrive();
     }
     return strong;
   }
@@ -625,13 +752,15 @@ struct ChannelGradientGroup {
       const ChannelNumbers& numbers = s.numbers[turn % 2];
       if (item.span.sequence < 0) return;
       forget();
+      ChannelSums c;
+      load_channel_gates(args.chunk.problem, item, own_gates(item), c);  // they come while step 1 works
       s.first_filled.wait(turn % 2);
       writes(numbers);
       fence_async_proxy();
       named_barrier<kChannelWritesReady>(kWorkers);
       forget();
       s.second_filled.wait(turn % 2);
-      const bool strong = gradients(item, numbers, turn);
+      const bool strong = gradients(item, numbers, turn, c);
       if (thread == 0 && (strong || item.first)) args.left[item.pair] = strong;
       release(s.numbers_free[turn % 2], lane);
     }
@@ -646,31 +775,32 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
       s.numbers_filled[i].init(1);
-      s.numbers_free[i].init(kWorkerWarps + 1);
+      s.numbers_free[i].init(kWorkerWarps + kBringers);  // less the one that names the items, and the one of the gates
       s.strong[i] = 0;
     }
     s.keys_filled.init(1);
     s.keys_free.init(2);
-    s.first_filled.init(1);
+    s.first_filled.init(2);
     s.second_filled.init(1);
     s.third_filled.init(1);
-    s.reader_free.init(kWorkerWarps);
     s.states_free.init(kWorkerWarps);
     s.pairs_free.init(kWorkerWarps);
     fence_barrier_init();
   }
-  const auto thread = static_cast<int>(threadIdx.x);
   wait_for_previous_kernels();
   __syncthreads();
-  const int warp = uniform_warp(), lane = thread % kWarpSize;
+  const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= kWorkerWarps) {
     give_registers<kChannelBringerRegisters>();
     const int role = warp - kWorkerWarps;
-    if (role == 0 && elect_one()) ChannelBringer{args, maps, s}.run();
-    if (role == 1) prefetch_gates(args, s, lane);
+    if (role == kBringers) {
+      prefetch_gates(args, s, lane);
+    } else if (elect_one()) {
+      ChannelBringer{args, maps, s}.run(role);
+    }
   } else {
     take_registers<kChannelGradientRegisters>();
-    ChannelGradientGroup<kType, kNorm>{args, maps, s, warp / 4, warp % 4, lane, thread}.run();
+    ChannelGradientGroup<kType, kNorm>{args, maps, s, static_cast<int>(threadIdx.x), lane}.run();
   }
 }
 

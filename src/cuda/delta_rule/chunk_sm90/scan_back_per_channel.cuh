@@ -2,9 +2,9 @@
 // scan_back.cuh, with the decays and norms inside three copies of the keys. See ../chunk_16bit/gradient.cuh for the
 // equations. A warpgroup goes through a chunk with five groups of products:
 //
-//     X = G^T writer^T
+//     X = G^T writer^T               with G in two parts: what its rounding took is an operand as well
 //     X = X + d_o^T sP               while both run, G leaves, rounded
-//     X = dR^T J                     dR^T = X, rounded; while it runs, G is scaled by e_n, a number per channel
+//     X = X - dR^T + dR^T J          dR^T = X, rounded; while it runs, G is scaled by e_n, a number per channel
 //     G = G + d_o^T query
 //     G = G - (beta Y)^T reader      while both run, Y^T = X and dv = beta Y leave, rounded
 //
@@ -157,6 +157,20 @@ struct ChannelBackGroup {
     own.hand_over(s.barriers_of_leaving.Y_ready[own.group]);
   }
 
+  // What the rounding took of G, rounded.
+  static __device__ __forceinline__ void round_rest(const StateSums<kK>& G, const Fragments<kKeySteps<kK>>& rG,
+                                                    Fragments<kKeySteps<kK>>& low) {
+#pragma unroll
+    for (int m = 0; m < kKeySteps<kK>; ++m) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float* x = &G[2 * m + w / 2][w % 2 * 2];
+        const float2 high = unpack<kType>(rG[m][w]);
+        low[m][w] = pack<kType>(x[0] - high.x, x[1] - high.y);
+      }
+    }
+  }
+
   // (-beta Y)^T, rounded.
   static __device__ __forceinline__ void scale_Y(const float* beta, const TokenSums& X, int lane,
                                                  Fragments<kTokenSteps>& bY) {
@@ -184,10 +198,14 @@ struct ChannelBackGroup {
       const LowerTile sP(s.write[first].sP), J(s.read[at].J);
       const ValueTile d_o_rows(s.write[first].d_o[own.group]);
       TokenSums X;
+      Fragments<kKeySteps<kK>> low;
+      round_rest(G, rG, low);  // here, because ptxas waits for all products before it lets G be read (C7517)
       s.of_write.filled[first].wait(turn.ring.parity);
-      wgmma_fence(X, rG);
+      wgmma_fence(X, rG, low);
 #pragma unroll
       for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rG[m], writer.along_rows(0, m), m > 0);
+#pragma unroll
+      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, low[m], writer.along_rows(0, m));
       wgmma_commit();
       Fragments<kTokenSteps> d_o, dR, bY;
 #pragma unroll
@@ -200,10 +218,11 @@ struct ChannelBackGroup {
       wgmma_wait<0>(X);
       release(s.of_write.free[first], lane);
       round_sums<kType, kTokenSteps>(X, dR);
+      subtract_rounded<kType, kTokenSteps>(dR, X);
       s.of_read.filled[at].wait(turn.read_parity());
       wgmma_fence(X, dR);
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, dR[m], J.along_columns(0, m), m > 0);
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, dR[m], J.along_columns(0, m));
       wgmma_commit();
 #pragma unroll
       for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile(column_pair(s.total[at], n, lane), G[n], G[n]);

@@ -152,23 +152,22 @@ struct ChannelScanBringer {
 // A warpgroup of the state
 // ----------------------------------------------------------------------------------------------------------
 
-// bD^T = beta (v^T - X), rounded.
+// bD^T = beta (v^T - X), in place of X, and rounded.
 template <DType kType>
 __device__ __forceinline__ void correct_values(const ValueTile& values, const float* beta, int warp, int lane,
-                                               const TokenSums& X, Fragments<kTokenSteps>& bD) {
+                                               TokenSums& X, Fragments<kTokenSteps>& bD) {
 #pragma unroll
   for (int m = 0; m < kTokenSteps; ++m) {
     uint32_t v[4];
     values.load_c_transposed(16 * m, warp, lane, v);
-    float D[2][4];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int n = 2 * m + h;
       const float2 low = unpack<kType>(v[2 * h]), high = unpack<kType>(v[2 * h + 1]);
       const float difference[4] = {low.x - X[n][0], low.y - X[n][1], high.x - X[n][2], high.y - X[n][3]};
-      scale_tile(column_pair(beta, n, lane), difference, D[h]);
+      scale_tile(column_pair(beta, n, lane), difference, X[n]);
     }
-    pack_a<kType>(D[0], D[1], bD[m]);
+    pack_a<kType>(X[2 * m], X[2 * m + 1], bD[m]);
   }
 }
 

@@ -93,6 +93,14 @@ __device__ __forceinline__ void round_sums(const float (&c)[2 * kSteps][4], Frag
   for (int m = 0; m < kSteps; ++m) pack_a<kType>(c[2 * m], c[2 * m + 1], a[m]);
 }
 
+// What that rounding took, in place of the sums. A product of the rounded sums with J, whose diagonal is 1, that is added
+// to it has them in fp32 where they meet the diagonal.
+template <DType kType, int kSteps>
+__device__ __forceinline__ void subtract_rounded(const Fragments<kSteps>& a, float (&c)[2 * kSteps][4]) {
+#pragma unroll
+  for (int m = 0; m < kSteps; ++m) subtract_a<kType>(a[m], c[2 * m], c[2 * m + 1]);
+}
+
 // By a lane for all of its warp, whose lanes have all read the buffer.
 __device__ __forceinline__ void release(TransactionBarrier& free, int lane) {
   __syncwarp();
