@@ -10,6 +10,11 @@
 //
 // A segment is what delta_rule.h calls a sequence: a row of the batch, or the tokens between two offsets. Sizes as
 // there. Of an empty segment M is the identity and h and e are 0, or what they start from.
+//
+// M, h, M^T and e are fp32 on every path, and so are the sums that make them. On the CPU, and in chunk_fp32 on CUDA, so is
+// everything else: composed maps agree with the unsplit segment within the rounding of fp32, whatever the type of the
+// tensors. On CUDA the maps of a 16-bit problem are made by chunk_sm90 or chunk_16bit, in the time of the operator and with
+// its rounding: operands of products have 16 bits. Context::implementation = "chunk_fp32" asks for the others.
 #pragma once
 
 #include <string>
