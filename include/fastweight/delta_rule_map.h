@@ -13,8 +13,8 @@
 //
 // M, h, M^T and e are fp32 on every path, and so are the sums that make them. On the CPU, and in chunk_fp32 on CUDA, so is
 // everything else: composed maps agree with the unsplit segment within the rounding of fp32, whatever the type of the
-// tensors. On CUDA the maps of a 16-bit problem are made by chunk_sm90 or chunk_16bit, in the time of the operator and with
-// its rounding: operands of products have 16 bits. Context::implementation = "chunk_fp32" asks for the others.
+// tensors. On CUDA the maps of a 16-bit problem are made by the kernels of the operator itself, chunk_sm90 or chunk_16bit, and
+// round as it does: operands of products have 16 bits. Context::implementation = "chunk_fp32" asks for the others.
 #pragma once
 
 #include <string>
