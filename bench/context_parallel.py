@@ -25,7 +25,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from fastweight import info
+from fastweight import info, using
 from fastweight.ops import chunk_gated_delta_rule, chunk_kda
 from fastweight.ops.cp import build_cp_context
 
@@ -68,9 +68,10 @@ def on_a_rank(rank: int, ranks: int, threads: int, mode: str | None, arguments, 
             torch.cuda.synchronize()
         return (time.perf_counter() - start, time.process_time() - start_cpu), o, gradients
 
-    _, o, gradients = once()
+    with using(arguments.maps, family="delta_rule_map"):
+        _, o, gradients = once()
+        times = [once()[0] for _ in range(arguments.repetitions)]
     sums = [context.span.start, *(float(y.detach().double().square().sum()) for y in (o, *gradients))]
-    times = [once()[0] for _ in range(arguments.repetitions)]
     results.put((rank, times, sums, context.mode_for(device, arguments.heads, 1)))
     dist.barrier()
     dist.destroy_process_group()
@@ -124,6 +125,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of all ranks together, CPU")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--cuda", action="store_true", help="every rank on device 0, in bf16")
+    parser.add_argument("--maps", help="the implementation that makes the maps, such as chunk_fp32")
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
     one = measure(1, arguments.threads, None, arguments)

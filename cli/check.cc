@@ -233,7 +233,12 @@ void judge(Line& line, const Case& problem, const Results& results, const Result
   for (const auto& [name, tensor] : results.named()) {
     const support::Tensor* const wanted = expected.find(name);
     if (wanted == nullptr) continue;
-    const support::Tolerance bound = support::tolerance(problem, expected, name, tensor->dtype());
+    support::Tolerance bound;
+    if constexpr (requires { support::tolerance(problem, expected, name, tensor->dtype(), results.implementation); }) {
+      bound = support::tolerance(problem, expected, name, tensor->dtype(), results.implementation);
+    } else {
+      bound = support::tolerance(problem, expected, name, tensor->dtype());
+    }
     const double share = support::excess(*tensor, *wanted, bound);
     ++line.comparisons;
     if (!(share <= 1)) ++line.failures;

@@ -29,8 +29,9 @@ DeltaRuleMapCase draw(const DeltaRuleMapSpec& spec, uint64_t seed);
 DeltaRuleMapResults outputs_of(Mode mode, const DeltaRuleMapCase& problem);
 Call call_of(Mode mode, const DeltaRuleMapCase& problem, const DeltaRuleMapResults& outputs);
 
-// What a result may be off the reference in double on the same rounded inputs.
+// What a result may be off the reference in double on the same rounded inputs: fp32, whatever the type of the problem, but
+// for the implementations that round the operands of products as the operator itself does.
 Tolerance tolerance(const DeltaRuleCase& problem, const DeltaRuleMapResults& expected, const std::string& tensor,
-                    DType result_type);
+                    DType result_type, const std::string& implementation);
 
 }  // namespace fastweight::support

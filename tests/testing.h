@@ -166,7 +166,9 @@ void expect_close(const Case& problem, const Results& results, const Results& ex
     const Tensor* const tensor = actual[i].second;
     ASSERT_EQ(name, wanted[i].first);
     support::Tolerance bound;
-    if constexpr (requires { tolerance(problem, expected, name, tensor->dtype(), true); }) {
+    if constexpr (requires { tolerance(problem, expected, name, tensor->dtype(), results.implementation); }) {
+      bound = tolerance(problem, expected, name, tensor->dtype(), results.implementation);
+    } else if constexpr (requires { tolerance(problem, expected, name, tensor->dtype(), true); }) {
       bound = tolerance(problem, expected, name, tensor->dtype(), device().type == DeviceType::kCuda);
     } else {
       bound = tolerance(problem, expected, name, tensor->dtype());

@@ -8,10 +8,10 @@
 
 namespace fastweight {
 
-// Where scratch memory comes from. `allocate` returns at least `bytes` bytes aligned to 64 on the context's device, or
-// null. Each call takes what it needs before it starts and gives all of it back before it returns (on CUDA: in stream
-// order). The default is the host's heap, on CUDA the device's memory pool, whose release threshold (0 unless the
-// program sets it) decides how much of it stays in the process while nothing runs.
+// Where scratch memory comes from. `allocate` returns at least `bytes` bytes aligned to 64 on the context's device, or null.
+// A call takes what it needs before it starts, a map on CUDA before each of its matrices, and gives all of it back before it
+// returns (on CUDA: in stream order). The default is the host's heap, on CUDA the device's memory pool, whose release
+// threshold (0 unless the program sets it) decides how much of it stays in the process while nothing runs.
 struct WorkspaceSource {
   void* (*allocate)(void* user, size_t bytes) = nullptr;
   void (*release)(void* user, void* pointer, size_t bytes) = nullptr;

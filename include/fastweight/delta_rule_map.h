@@ -10,6 +10,11 @@
 //
 // A segment is what delta_rule.h calls a sequence: a row of the batch, or the tokens between two offsets. Sizes as
 // there. Of an empty segment M is the identity and h and e are 0, or what they start from.
+//
+// M, h, M^T and e, and the sums that make them, are fp32. On the CPU and in chunk_fp32 on CUDA so is all else, and composed
+// maps agree with the unsplit segment within the rounding of fp32, whatever the type of the tensors. On CUDA a 16-bit problem
+// has maps of the operator's own kernels, chunk_sm90 or chunk_16bit, with operands of 16 bits as there: errors are relative to
+// the largest state on the way, those of M to the identity. Context::implementation = "chunk_fp32" asks for fp32.
 #pragma once
 
 #include <string>

@@ -21,10 +21,9 @@ from torch import Tensor
 MODES = ("affine", "in_order")
 
 # What forward and backward together cost over those of one device, per token of a middle rank with K = V: the products
-# of a map beside the 24 of the operator itself (docs/context-parallel.md). With two ranks to a sequence nobody needs M.
+# of a map beside the 24 of the operator itself (docs/context-parallel.md), in the arithmetic of the operator. With two
+# ranks to a sequence nobody needs M.
 _AFFINE_COST = {2: 34 / 24, 3: 38 / 24}
-# On CUDA maps are computed in fp32, next to an operator on 16-bit tensor cores (measured on an H200, the same place).
-_AFFINE_COST_ON_CUDA = 12.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +172,7 @@ class CPContext:
             return self.mode
         stages = -(-num_heads // self.heads_per_stage(device, num_heads, group))
         in_order = 1 + (self.longest_chain - 1) / stages
-        affine = _AFFINE_COST[min(max(self.longest_chain, 2), 3)] if device.type == "cpu" else _AFFINE_COST_ON_CUDA
+        affine = _AFFINE_COST[min(max(self.longest_chain, 2), 3)]
         return "in_order" if in_order <= affine else "affine"
 
 

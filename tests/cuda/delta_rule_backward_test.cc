@@ -233,6 +233,27 @@ TEST_P(CudaDeltaRuleBackward, FromKeptFactors) {
   }
 }
 
+// What else is wanted changes no bit of a gradient, also where the scan back is all that runs.
+TEST_P(CudaDeltaRuleBackward, GradientsAlone) {
+  const DeltaRuleCase problem = draw(with_heads(spec(70, 24, 40), 1, 2), 41);
+  for (const std::string& name : implementations(Mode::kBackward)) {
+    const auto all =
+        unless_declined(Mode::kBackward, name, [&] { return support::backward(problem, context_for(name)); });
+    if (!all) continue;
+    for (const std::vector<std::string>& wanted : first<std::vector<std::string>>(
+             {{"dv", "d_initial_state"}, {"d_initial_state"}, {"dv"}, {"dq", "dv"}, {"dbeta"}}, 2)) {
+      DeltaRuleResults some;
+      for (const std::string& tensor : wanted) {
+        some.at(tensor) = support::outputs_of(Mode::kBackward, problem).at(tensor);
+      }
+      support::call_of(Mode::kBackward, problem, some).run(context_for(name));
+      for (const std::string& tensor : wanted) {
+        EXPECT_TRUE(support::same_bits(some.at(tensor), *all->find(tensor))) << name << " " << tensor;
+      }
+    }
+  }
+}
+
 // A small limit of scratch memory cuts the input into as many pieces as the kernels go along with.
 TEST_P(CudaDeltaRuleBackward, InPieces) {
   DeltaRuleSpec whole = with_heads(spec(16 * 13 - 5, 36, 36), 1, 2);

@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <numeric>
+#include <optional>
 
 #include "support/delta_rule_map_case.h"
 #include "tests/delta_rule/grid.h"
@@ -28,15 +28,30 @@ MapResults run_map(Mode mode, const DeltaRuleCase& drawn, const Context& context
   return results;
 }
 
-void check(const DeltaRuleCase& problem, Layout layout) {
-  for (Mode mode : {Mode::kForward, Mode::kBackward}) {
+constexpr Mode kMapModes[] = {Mode::kForward, Mode::kBackward};
+
+// Of an implementation by its name; none where it declines.
+std::optional<MapResults> try_map(Mode mode, const DeltaRuleCase& problem, const Context& context,
+                                  Layout layout = Layout::kDense) {
+  return unless_declined(mode, context.implementation, [&] { return run_map(mode, problem, context, layout); });
+}
+
+// `cut_into`: the chunks of a segment where sequences are cut into segments.
+void check(const DeltaRuleCase& problem, Layout layout = Layout::kDense, int cut_into = 0) {
+  for (Mode mode : kMapModes) {
     const MapResults expected = run_map(mode, support::in_double(problem), reference_context());
     for (const std::string& name : map_implementations(mode)) {
-      const auto results =
-          unless_declined(mode, name, [&] { return run_map(mode, problem, context_for(name), layout); });
+      Context context = context_for(name);
+      context.segment_chunks = cut_into;
+      const auto results = try_map(mode, problem, context, layout);
       if (results) expect_close(problem, *results, expected);
     }
   }
+}
+
+DeltaRuleSpec in_16_bits(DeltaRuleSpec spec, DType dtype = DType::kBF16) {
+  spec.dtype = dtype;
+  return spec;
 }
 
 DeltaRuleSpec random_spec(Dice& dice) {
@@ -78,8 +93,47 @@ TEST(Map, Random) {
 
 TEST(Map, LargeHeads) {
   for (Gate gate : kGates) {
-    check(draw(spec_of(gate, 70, 128, 128), 31), Layout::kDense);
-    if (!reduced()) check(draw(with_batch(spec_of(gate, 70, 256, 200), 2), 32), Layout::kDense);
+    check(draw(spec_of(gate, 70, 128, 128), 31));
+    if (!reduced()) check(draw(with_batch(spec_of(gate, 70, 256, 200), 2), 32));
+  }
+}
+
+// Widths that Hopper's kernels take, and those next to them.
+TEST(Map, In16Bits) {
+  for (Gate gate : kGates) {
+    check(draw(with_lengths(with_heads(in_16_bits(spec_of(gate, 0, 128, 72)), 1, 2), {66, 0, 1}), 41));
+    check(draw(in_16_bits(spec_of(gate, 66, 64, 96), DType::kF16), 42));
+    if (reduced()) continue;
+    check(draw(in_16_bits(spec_of(gate, 70, 256, 64)), 43));
+    check(draw(with_batch(with_heads(in_16_bits(spec_of(gate, 200, 128, 128)), 2, 2), 2), 44));
+  }
+}
+
+// Nothing but the final state is wanted of segments: four of them with a tail and without.
+TEST(Map, InSegments) {
+  for (Gate gate : kGates) {
+    DeltaRuleSpec spec = with_lengths(in_16_bits(spec_of(gate, 0, 128, 40)), {64, 71});
+    spec.options.chunk_size = 16;
+    spec.gate_divisor = 50;
+    check(draw(spec, 45), Layout::kDense, 1);
+  }
+}
+
+// A small limit of scratch memory cuts the input into pieces, which shows in no bit.
+TEST(Map, InPieces) {
+  if (device().type != DeviceType::kCuda) GTEST_SKIP() << "the CPU takes no scratch memory that grows with the length";
+  for (Gate gate : kGates) {
+    DeltaRuleSpec spec = with_lengths(in_16_bits(spec_of(gate, 0, 24, 40)), {0, 110, 20});
+    spec.options.chunk_size = 16;
+    const DeltaRuleCase problem = draw(spec, 46);
+    for (Mode mode : kMapModes) {
+      for (const std::string& name : map_implementations(mode)) {
+        Context pieces = context_for(name);
+        pieces.scratch_bytes = 1;
+        const auto expected = try_map(mode, problem, context_for(name));
+        if (expected) expect_same_bits(run_map(mode, problem, pieces), *expected);
+      }
+    }
   }
 }
 
@@ -111,7 +165,7 @@ Tensor apply(const DeltaRuleSpec& spec, const Tensor& M, bool transposed, const 
 }
 
 std::vector<DeltaRuleSpec> some_specs(Gate gate, int64_t T) {
-  DeltaRuleSpec plain = with_heads(spec_of(gate, T, 20, 36), 2, 2);
+  DeltaRuleSpec plain = with_heads(spec_of(gate, T, 24, 40), emulated() ? 1 : 2, 2);
   DeltaRuleSpec options = plain;
   options.options.qk_l2norm = options.options.beta_sigmoid = options.options.state_v_first = true;
   options.options.gate_in_kernel = gate != Gate::kNone;
@@ -143,16 +197,20 @@ TEST_P(MapOf, IsWhatTheSegmentDoes) {
 // Where a state or its gradient is given, h and e are the bits of the forward and backward of the same name.
 TEST_P(MapOf, HasTheBitsOfForwardAndBackward) {
   for (const DeltaRuleSpec& spec : some_specs(GetParam(), 133)) {
-    for (const DeltaRuleCase& problem :
-         {draw(with_batch(spec, 2), 34), draw(with_lengths(spec, {5, 0, 64, 1, 63}), 35)}) {
+    for (const DeltaRuleSpec& each :
+         first<DeltaRuleSpec>({with_lengths(spec, {5, 0, 64, 1, 63}), with_batch(spec, 2)}, emulated() ? 1 : 2)) {
+      const DeltaRuleCase problem = draw(each, 35);
       for (const std::string& name : map_implementations(Mode::kForward)) {
         if (name == "reference") continue;
-        const MapResults map = run_map(Mode::kForward, problem, context_for(name));
-        EXPECT_TRUE(support::same_bits(map.h, support::forward(problem, context_for(name)).final_state))
-            << name << " " << describe(spec);
-        const MapResults back = run_map(Mode::kBackward, problem, context_for(name));
-        EXPECT_TRUE(support::same_bits(back.e, support::backward(problem, context_for(name)).d_initial_state))
-            << name << " " << describe(spec);
+        const Context context = context_for(name);
+        if (const auto map = try_map(Mode::kForward, problem, context)) {
+          EXPECT_TRUE(support::same_bits(map->h, support::forward(problem, context).final_state))
+              << name << " " << describe(spec);
+        }
+        if (const auto back = try_map(Mode::kBackward, problem, context)) {
+          EXPECT_TRUE(support::same_bits(back->e, support::backward(problem, context).d_initial_state))
+              << name << " " << describe(spec);
+        }
       }
     }
   }
@@ -160,13 +218,16 @@ TEST_P(MapOf, HasTheBitsOfForwardAndBackward) {
 
 TEST_P(MapOf, SameBitsForEveryThreadCountAndAlone) {
   for (const DeltaRuleSpec& spec : some_specs(GetParam(), 69)) {
-    const DeltaRuleCase problem = draw(with_batch(spec, 3), 36);
-    for (Mode mode : {Mode::kForward, Mode::kBackward}) {
+    const int64_t rows = emulated() ? 2 : 3;
+    const DeltaRuleCase problem = draw(with_batch(spec, rows), 36);
+    for (Mode mode : kMapModes) {
       for (const std::string& name : map_implementations(mode)) {
-        const MapResults expected = run_map(mode, problem, context_for(name, 1));
+        const auto whole = try_map(mode, problem, context_for(name, 1));
+        if (!whole) continue;
+        const MapResults& expected = *whole;
         for (int threads : first<int>({3, 2, 8}, 1))
           expect_same_bits(run_map(mode, problem, context_for(name, threads)), expected);
-        for (int64_t b = 0; b < 3; ++b) {
+        for (int64_t b = 0; b < rows; ++b) {
           DeltaRuleCase alone = problem;
           alone.spec.B = 1;
           for (Part part : {Part::kTokens, Part::kStart, Part::kEnd}) {
@@ -191,6 +252,7 @@ TEST_P(MapOf, Composes) {
   problem.initial_state = problem.d_final_state = {};
   const DeltaRuleCase head = slice_tokens(problem, 0, kCut), tail = slice_tokens(problem, kCut, kTokens);
   for (const std::string& name : map_implementations(Mode::kForward)) {
+    if (!try_map(Mode::kForward, problem, context_for(name))) continue;
     const auto of = [&](Mode mode, const DeltaRuleCase& part) { return run_map(mode, part, context_for(name)); };
     const MapResults first = of(Mode::kForward, head), second = of(Mode::kForward, tail);
     const MapResults whole = of(Mode::kForward, problem), back = of(Mode::kBackward, problem);
@@ -205,15 +267,23 @@ TEST_P(MapOf, Composes) {
 }
 
 TEST_P(MapOf, EmptySegmentsChangeNothing) {
-  const DeltaRuleCase problem = draw(with_lengths(with_heads(spec_of(GetParam(), 0, 5, 3), 2, 1), {0, 0}), 38);
-  for (const std::string& name : map_implementations(Mode::kForward)) {
-    const MapResults map = run_map(Mode::kForward, problem, context_for(name));
-    const MapResults back = run_map(Mode::kBackward, problem, context_for(name));
-    EXPECT_EQ(map.h.values(), problem.initial_state.values());
-    EXPECT_EQ(back.e.values(), problem.d_final_state.values());
-    for (int64_t i = 0; i < map.m.size(); ++i) {
-      EXPECT_EQ(map.m[i], i % 25 % 6 == 0 ? 1 : 0) << name;
-      EXPECT_EQ(back.mt[i], i % 25 % 6 == 0 ? 1 : 0) << name;
+  constexpr int64_t kWidth = 8;
+  for (DType dtype : {DType::kF32, DType::kBF16}) {
+    const DeltaRuleSpec spec = in_16_bits(with_heads(spec_of(GetParam(), 0, kWidth, 16), 2, 1), dtype);
+    const DeltaRuleCase problem = draw(with_lengths(spec, {0, 0}), 38);
+    const auto expect_identity = [](const Tensor& m, const std::string& name) {
+      for (int64_t i = 0; i < m.size(); ++i) {
+        EXPECT_EQ(m[i], i % (kWidth * kWidth) % (kWidth + 1) == 0 ? 1 : 0) << name;
+      }
+    };
+    for (const std::string& name : map_implementations(Mode::kForward)) {
+      const auto map = try_map(Mode::kForward, problem, context_for(name));
+      if (!map) continue;
+      const MapResults back = run_map(Mode::kBackward, problem, context_for(name));
+      EXPECT_EQ(map->h.values(), problem.initial_state.values());
+      EXPECT_EQ(back.e.values(), problem.d_final_state.values());
+      expect_identity(map->m, name);
+      expect_identity(back.mt, name);
     }
   }
 }
@@ -221,14 +291,17 @@ TEST_P(MapOf, EmptySegmentsChangeNothing) {
 // A decay of 0 leaves nothing of the state before it, and makes no NaN.
 TEST_P(MapOf, AHardGateForgetsEverything) {
   if (GetParam() == Gate::kNone) GTEST_SKIP() << "no gate";
-  DeltaRuleCase problem = draw(spec_of(GetParam(), 40, 12, 8), 39);
-  const int64_t gates = problem.g.size() / problem.spec.T;
-  for (int64_t i = 0; i < gates; ++i) problem.g.set(17 * gates + i, -1000);
-  problem.initial_state = {};
-  for (const std::string& name : map_implementations(Mode::kForward)) {
-    const MapResults map = run_map(Mode::kForward, problem, context_for(name));
-    for (double value : map.m.values()) EXPECT_EQ(value, 0) << name;
-    for (double value : map.h.values()) EXPECT_TRUE(std::isfinite(value)) << name;
+  for (DType dtype : {DType::kF32, DType::kBF16}) {
+    DeltaRuleCase problem = draw(in_16_bits(spec_of(GetParam(), 40, 16, 8), dtype), 39);
+    const int64_t gates = problem.g.size() / problem.spec.T;
+    for (int64_t i = 0; i < gates; ++i) problem.g.set(17 * gates + i, -1000);
+    problem.initial_state = {};
+    for (const std::string& name : map_implementations(Mode::kForward)) {
+      const auto map = try_map(Mode::kForward, problem, context_for(name));
+      if (!map) continue;
+      for (double value : map->m.values()) EXPECT_EQ(value, 0) << name;
+      for (double value : map->h.values()) EXPECT_TRUE(std::isfinite(value)) << name;
+    }
   }
 }
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import ranks
-from fastweight import _accelerate, _delta_rule, layers, ops
-from fastweight._cp_context import cut, spans_of
+from fastweight import _accelerate, _delta_rule, last_implementation, layers, ops, using
+from fastweight._cp_context import CPContext, cut, spans_of
 from fastweight.ops.cp import build_cp_context, context_parallel
 
 LENGTHS = {
@@ -226,6 +226,19 @@ def the_bits_of_one_process(mode):
         context = build_cp_context(torch.tensor(offsets_of(lengths)), mode=mode, align=64)
         for case in (delta_rule, gated_delta_rule, kda, ttt_linear, convolution):
             check(context, case, lengths, same_bits=True)
+
+
+def maps_of_a_choice(device, dtype, name, bound):
+    """The maps run by a name of their own, whatever the operator runs by."""
+    lengths = LENGTHS["one"]
+    context = build_cp_context(torch.tensor(offsets_of(lengths), device=device), mode="affine")
+    with using(name, family="delta_rule_map"):
+        check(context, gated_delta_rule, lengths, dtype, bound=bound)
+    if context.span.after:
+        assert last_implementation("delta_rule_map_forward") == name
+    if context.span.before:
+        assert last_implementation("delta_rule_map_backward") == name
+    assert last_implementation("delta_rule_forward") != name
 
 
 def a_state_at_a_cut():
@@ -492,6 +505,25 @@ def test_spans(align):
                 assert span.start == rank * len(owner) // world_size
 
 
+def test_mode_for():
+    """The mode with fewer products where none was asked for; a CUDA device has one stage, of all heads."""
+
+    def mode(world_size, lengths, device="cpu", heads=16, threads=1, wish=None):
+        offsets = offsets_of(lengths)
+        spans = spans_of(offsets, cut(offsets, world_size, 1))
+        local = torch.tensor(spans[0].cu_seqlens)
+        context = CPContext(None, local, local, None, 0, wish, threads, tuple(offsets), spans)
+        return context.mode_for(torch.device(device), heads, 1)
+
+    assert mode(2, [100, 100], "cuda") == "in_order"  # nothing crosses
+    for world_size in (2, 3, 8, 12, 64):
+        assert mode(world_size, [200], "cuda") == "affine"
+        assert mode(world_size, [200], "cuda", wish="in_order") == "in_order"
+        assert mode(world_size, [200]) == ("in_order" if world_size < 12 else "affine")
+    assert mode(2, [200], heads=2) == "affine"  # 1 + 1 / 2 over 34 / 24
+    assert mode(2, [200], threads=16) == "affine"
+
+
 # The map in one process ---------------------------------------------------------------------------------------------
 
 
@@ -558,11 +590,16 @@ def agreement_on_cuda():
             for case in (delta_rule, gated_delta_rule, kda, convolution):
                 check(context, case, lengths, bound=3e-5)
                 check(context, case, lengths, torch.bfloat16, bound=3e-2)
+        if context.longest_chain == 2:  # nothing to compose, and the maps round as the operator does
+            context = build_cp_context(cu_seqlens, mode="affine", align=64)
+            for case in (delta_rule, gated_delta_rule, kda):
+                check(context, case, lengths, torch.bfloat16, same_bits=True)
         context = build_cp_context(cu_seqlens, mode="in_order", align=64)
         check(context, ttt_linear, lengths, bound=3e-5)
         for case in (delta_rule, gated_delta_rule, kda):
             for dtype in (torch.float32, torch.bfloat16):
                 check(context, case, lengths, dtype, bound=3e-2, same_bits=True)
+    maps_of_a_choice("cuda", torch.bfloat16, "chunk_fp32", 3e-2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -580,6 +617,10 @@ def test_agreement(world_size):
 def test_bits(world_size, mode):
     """On two ranks the affine mode has nothing to compose: h is the final state of one, e a gradient of the other."""
     ranks.run(world_size, the_bits_of_one_process, mode)
+
+
+def test_maps_of_a_choice():
+    ranks.run(3, maps_of_a_choice, "cpu", torch.float32, "reference", 1e-5)
 
 
 def test_layers_and_states():

@@ -3,6 +3,9 @@
     S_out = M S_in + h        G_in = M^T G_out + e
 
 Two segments compose, (M2, h2) after (M1, h1) is (M2 M1, M2 h1 + h2): what `cp_context` does over ranks.
+
+On CUDA the maps of bf16 and fp16 tensors round as the operator itself does; in fp32, as elsewhere, they are made within
+`fastweight.using("chunk_fp32", family="delta_rule_map")`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ std::string beyond_all_kernels(const Problem& problem) {
   return reason.empty() ? too_many_heads(problem.sizes.num_value_heads) : reason;
 }
 
-// Tensor cores with 16-bit operands: q, k, v and o have one 16-bit type, beta is a number per token.
+// Tensor cores with 16-bit operands: q, k, v and o have one 16-bit type, beta is a number per token. For the map of a segment
+// (map.h) their forward runs without o, and without v, which stands for values of 0.
 namespace chunk_16bit {
 std::string declines_forward(const DeltaRuleForwardProblem& problem);
 std::string config_text(const DeltaRuleForwardProblem& problem, const Context& context);

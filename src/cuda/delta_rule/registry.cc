@@ -1,6 +1,7 @@
 #include "cuda/delta_rule/registry.h"
 
 #include "cuda/delta_rule/kernels.h"
+#include "cuda/delta_rule/map.h"
 
 namespace fastweight::cuda {
 namespace {
@@ -31,10 +32,39 @@ constexpr Implementation<DeltaRuleStepProblem> kStep[] = {
     {"recurrent", beyond_all_kernels, always, recurrent::step},
 };
 
+// The entries of a map that are a forward and a backward.
+template <const Recurrence& kOf, class Problem>
+std::string declines(const Problem& problem) {
+  return declines_map(problem, kOf);
+}
+template <const Recurrence& kOf>
+void forward_of(const DeltaRuleMapForwardProblem& problem, const Context& context) {
+  map_forward(problem, kOf, context);
+}
+template <const Recurrence& kOf>
+void backward_of(const DeltaRuleMapBackwardProblem& problem, const Context& context) {
+  map_backward(problem, kOf, context);
+}
+
+constexpr Recurrence kChunk16Bit{chunk_16bit::declines_forward, chunk_16bit::forward, chunk_16bit::declines_backward,
+                                 chunk_16bit::backward};
+#ifdef FASTWEIGHT_SM90
+constexpr Recurrence kChunkSm90{chunk_sm90::declines_forward, chunk_sm90::forward, chunk_sm90::declines_backward,
+                                chunk_sm90::backward};
+#endif
+
 constexpr Implementation<DeltaRuleMapForwardProblem> kMapForward[] = {
+#ifdef FASTWEIGHT_SM90
+    {"chunk_sm90", declines<kChunkSm90>, always, forward_of<kChunkSm90>},
+#endif
+    {"chunk_16bit", declines<kChunk16Bit>, always, forward_of<kChunk16Bit>},
     {"chunk_fp32", chunk_fp32::declines_map_forward, always, chunk_fp32::map_forward},
 };
 constexpr Implementation<DeltaRuleMapBackwardProblem> kMapBackward[] = {
+#ifdef FASTWEIGHT_SM90
+    {"chunk_sm90", declines<kChunkSm90>, always, backward_of<kChunkSm90>},
+#endif
+    {"chunk_16bit", declines<kChunk16Bit>, always, backward_of<kChunk16Bit>},
     {"chunk_fp32", chunk_fp32::declines_map_backward, always, chunk_fp32::map_backward},
 };
 

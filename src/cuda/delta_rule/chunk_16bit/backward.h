@@ -27,6 +27,7 @@ struct BackKernels {
 // Those of chunk_16bit.
 BackKernels back_kernels(const DeltaRuleBackwardProblem& problem, const Context& context);
 
-void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels, const Context& context);
+// Where nothing is wanted but what the scan back makes, dv and the gradient of the initial state, nothing else runs.
+void backward_in_windows(const DeltaRuleBackwardProblem& problem, BackKernels kernels, const Context& context);
 
 }  // namespace fastweight::cuda::chunk_16bit

@@ -71,8 +71,17 @@ bool runs_beside(const DeltaRuleBackwardProblem& problem) {
   return 4 * blocks <= 3 * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
 }
 
-// The states are those of the caller, or at least made of them: no scan forward has to be repeated.
-bool knows_states(const DeltaRuleBackwardProblem& problem) { return problem.args.chunk_states.present(); }
+// Whether anything is wanted that the scan back does not make, which has dv and the gradient of the initial state.
+bool wants_gradients(const DeltaRuleBackwardProblem& problem) {
+  const DeltaRuleBackward& call = problem.args;
+  return call.dq.present() || call.dk.present() || call.dg.present() || call.dbeta.present() || call.da_log.present() ||
+         call.ddt_bias.present();
+}
+
+// No scan forward has to be repeated: the states are those of the caller, or at least made of them, or nobody needs any.
+bool knows_states(const DeltaRuleBackwardProblem& problem) {
+  return problem.args.chunk_states.present() || !wants_gradients(problem);
+}
 
 // Whose factors are made window by window: whoever repeats the scan forward needs all of them first.
 bool has_factors_of_window(const DeltaRuleBackwardProblem& problem) {
@@ -131,7 +140,8 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
   scratch.factors = take_factors(layout, problem, with_factors, true);
   scratch.flags =
       layout.take<uint32_t>(kernels.ready_columns > 0 ? count_flags(problem, kernels, chunk) + windows.count : 0);
-  scratch.S = layout.take<uint16_t>(has_states(problem) ? 0 : chunk.num_chunks * HV * V * K);
+  const bool makes_states = wants_gradients(problem) && !has_states(problem);
+  scratch.S = layout.take<uint16_t>(makes_states ? chunk.num_chunks * HV * V * K : 0);
   scratch.G = layout.take<uint16_t>(slots * HV * V * K);
   scratch.Y = layout.take<uint16_t>(slots * HV * V * kChunkRows);
   scratch.carried = take_carried(layout, problem, windows);
@@ -230,8 +240,12 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   backward_in_windows(problem, back_kernels(problem, context), context);
 }
 
-void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKernels& kernels, const Context& context) {
+void backward_in_windows(const DeltaRuleBackwardProblem& problem, BackKernels kernels, const Context& context) {
   const DeltaRuleBackward& call = problem.args;
+  if (!wants_gradients(problem)) {
+    kernels.ready_columns = 0;
+    kernels.sums_keys = kernels.leaves_pairs = false;
+  }
   const bool v_first = call.options.state_v_first;
   GradientArgs args;
   args.chunk = chunk_args(problem);
@@ -266,7 +280,8 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKern
   args.parameter_parts = sums.parts = sums.wanted() ? scratch.parameter_parts : nullptr;
   args.key_sums = kernels.sums_keys ? scratch.key_sums : nullptr;
   args.left = kernels.leaves_pairs ? scratch.left : nullptr;
-  if (args.chunk.num_chunks > 0) provide_states(problem, kernels, scratch, args, context);
+  const bool wanted = args.chunk.num_chunks > 0 && wants_gradients(problem);
+  if (wanted) provide_states(problem, kernels, scratch, args, context);
   const bool beside = kernels.ready_columns > 0;
   const int64_t flags = beside ? count_flags(problem, kernels, args.chunk) : 0;
   if (beside) {
@@ -280,8 +295,7 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, const BackKern
     if (beside) args.progress.counter = scratch.flags + flags + n;
     if (args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
     kernels.scan_back(args);
-    if (args.chunk.num_chunks > 0)
-      kernels.gradients(args, gradient_blocks(problem, kernels, chunks_in_window(args.chunk)));
+    if (wanted) kernels.gradients(args, gradient_blocks(problem, kernels, chunks_in_window(args.chunk)));
   }
   add_parameter_sums(sums, context);
 }

@@ -75,7 +75,8 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   if (!reason.empty()) return reason;
   const DeltaRuleInputs& in = problem.args.in;
   const DType dtype = in.q.dtype;
-  if ((dtype != DType::kBF16 && dtype != DType::kF16) || problem.args.o.dtype != dtype) {
+  const TensorView& o = problem.args.o;  // absent: only the final state is wanted
+  if ((dtype != DType::kBF16 && dtype != DType::kF16) || (o.present() && o.dtype != dtype)) {
     return "q, k, v and o must have one 16-bit type";
   }
   if (in.beta.rank == 4) return "beta must be a number per token";

@@ -53,7 +53,7 @@ ChunkArgs chunk_args(const Problem& problem) {
   ChunkArgs args;
   args.problem = device_problem(problem);
   args.vector_keys = has_vectors(call.in.q) && has_vectors(call.in.k);
-  args.vector_values = has_vectors(call.in.v);
+  args.vector_values = call.in.v.present() && has_vectors(call.in.v);
   args.initial_state = device_states(call.in.initial_state, call.options.state_v_first);
   args.chunked.sequences = args.problem.sequences;
   args.chunked.chunk_size = call.options.chunk_size;
@@ -260,7 +260,7 @@ void forward_in_windows(const Problem& problem, const Context& context, bool row
                         const Advance& advance) {
   const auto& call = problem.args;
   chunk_sm90::ForwardArgs args = with_segments(chunk_args(problem), segment_chunks);
-  args.vector_outputs = has_vectors(call.o);
+  args.vector_outputs = call.o.present() && has_vectors(call.o);
   args.o = device_tensor(call.o);
   args.final_state = device_states(call.final_state, call.options.state_v_first);
   args.chunk_states = device_states(call.chunk_states, call.options.state_v_first);

@@ -10,18 +10,10 @@
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_fp32/bwd.cuh"
 #include "cuda/delta_rule/kernels.h"
+#include "cuda/delta_rule/map.h"
 
 namespace fastweight::cuda::chunk_fp32 {
 namespace {
-
-constexpr int kThreads = 256;
-
-__global__ void __launch_bounds__(kThreads) constants_kernel(float* zero, float* identity, int K) {
-  if (blockIdx.x == 0 && threadIdx.x == 0) *zero = 0;
-  for (int at = blockIdx.x * kThreads + threadIdx.x; at < K * K; at += gridDim.x * kThreads) {
-    identity[at] = at % (K + 1) == 0 ? 1.0f : 0.0f;
-  }
-}
 
 struct Scratch {
   int64_t* first_tile;
@@ -74,9 +66,9 @@ void with_factors(const Problem& problem, const Context& context, const Run& run
   ScratchLayout layout(workspace.data());
   const Scratch scratch = take_scratch(layout, problem, num_tiles);
   if (problem.args.in.cu_seqlens.present()) build_first_chunks(sequences, kTileRows, scratch.first_tile, context);
-  const int K = static_cast<int>(problem.sizes.head_dim_k);
-  const LaunchShape shape{static_cast<unsigned>((K * K + kThreads - 1) / kThreads), kThreads};
-  launch<constants_kernel>("delta_rule chunk_fp32 constants", context, shape, scratch.zero, scratch.identity, K);
+  const int64_t K = problem.sizes.head_dim_k;
+  check_cuda(cudaMemsetAsync(scratch.zero, 0, sizeof(float), stream_of(context)), "cudaMemsetAsync");
+  fill_identity(scratch.identity, K, context);
   if (num_tiles > 0) launch_factors(tiles_of_problem(problem, scratch), padded_k(K), context);
   run(scratch);
 }

@@ -30,7 +30,9 @@ bool fits_places(const DeltaRuleForwardProblem& problem, int64_t num_chunks) {
   return sizes.tokens <= kMost && std::max(num_chunks * sizes.num_value_heads, ranges) <= kMost;
 }
 
-TensorMap rows_map(const TensorView& x) { return token_map(x, kChunkRows, 64, Swizzle::k128); }
+TensorMap rows_map(const TensorView& x) {
+  return x.present() ? token_map(x, kChunkRows, 64, Swizzle::k128) : TensorMap{};
+}
 
 int multiprocessors_of(const DeltaRuleForwardProblem& problem) {
   return device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
@@ -73,7 +75,7 @@ ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkAr
   return {rows_map(in.k),
           rows_map(in.q),
           rows_map(in.v),
-          o.present() ? rows_map(o) : TensorMap{},
+          rows_map(o),
           lower_map(args.factors.J, in.k.dtype, items),
           lower_map(args.factors.sP, in.k.dtype, items)};
 }
@@ -81,9 +83,8 @@ ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkAr
 ChannelScanMaps channel_scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkArgs& args) {
   const DType dtype = in.k.dtype;
   const int64_t items = count_items(args);
-  return {copies_map(args.factors.keys, dtype, padded_k(args.problem.head_dim_k), items), rows_map(in.v),
-          o.present() ? rows_map(o) : TensorMap{}, lower_map(args.factors.J, dtype, items),
-          lower_map(args.factors.sP, dtype, items)};
+  return {copies_map(args.factors.keys, dtype, padded_k(args.problem.head_dim_k), items), rows_map(in.v), rows_map(o),
+          lower_map(args.factors.J, dtype, items), lower_map(args.factors.sP, dtype, items)};
 }
 
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items) {
@@ -104,7 +105,8 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   if (const std::string reason = chunk_16bit::declines_forward(problem); !reason.empty()) return reason;
   const int most_k = chunk_16bit::has_decay_per_channel(problem) ? kMostK : kMostForwardK;
   if (const std::string reason = declines_widths(sizes, most_k, in.q.device.index); !reason.empty()) return reason;
-  if (!has_token_map(in.q) || !has_token_map(in.k) || !has_token_map(in.v) || !has_token_map(problem.args.o)) {
+  const auto has_rows = [](const TensorView& x) { return !x.present() || has_token_map(x); };
+  if (!has_token_map(in.q) || !has_token_map(in.k) || !has_rows(in.v) || !has_rows(problem.args.o)) {
     return "rows of q, k, v and o must lie together, at multiples of 16 bytes";
   }
   const auto sequences = device_sequences(in.cu_seqlens, sizes.num_sequences, sizes.tokens);

@@ -148,8 +148,7 @@ __device__ __forceinline__ void bring_share(const ForwardArgs& args, const ScanM
   } else if (share == 1) {
 #pragma unroll
     for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
-      load_panels(ValueTile(stage.v[i]), maps.v, part.column + i * kGroupColumns, args.problem.head_dim_v, rows,
-                  filled);
+      load_panels(ValueTile(stage.v[i]), maps.v, part.column + i * kGroupColumns, value_columns(args), rows, filled);
     }
     load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows, sizeof(stage.token),
                filled);

@@ -103,8 +103,7 @@ struct ChannelScanBringer {
     load_copy<Shape::kWidth>(s.read[at].reader, maps.keys, kReader, item, filled);
 #pragma unroll
     for (int i = 0; i < Shape::kStateGroups; ++i) {
-      load_panels(ValueTile(s.read[at].v[i]), maps.v, column + i * kGroupColumns, args.problem.head_dim_v, values,
-                  filled);
+      load_panels(ValueTile(s.read[at].v[i]), maps.v, column + i * kGroupColumns, value_columns(args), values, filled);
     }
     load_bytes(shared_address(s.beta[at]), args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes, filled);
   }

@@ -115,7 +115,9 @@ __device__ __forceinline__ ForwardWork forward_part_at(const ForwardArgs& args, 
 template <bool kMaps>
 int64_t count_forward_parts(const ForwardArgs& args, int columns) {
   const DeltaRuleDeviceProblem& p = args.problem;
-  const int64_t segments = args.segments.chunks > 0 ? count_segments(args) : 0;
+  // Of outputs the tails come first: they are enough where nothing but final states is wanted.
+  const bool walks_segments = kMaps || args.o.present() || args.chunk_states.present();
+  const int64_t segments = args.segments.chunks > 0 && walks_segments ? count_segments(args) : 0;
   const int64_t ranges = ((kMaps ? 2 * kMapWidth : p.head_dim_v) + columns - 1) / columns;
   return ((kMaps ? 0 : p.sequences.count) + segments) * p.num_value_heads * ranges;
 }

@@ -68,6 +68,11 @@ __device__ __forceinline__ RowsPlace rows_of(const ChunkArgs& args, const Walk& 
           static_cast<int>(walk.span.batch)};
 }
 
+// The columns that v has: none where it is absent and all values are 0.
+__device__ __forceinline__ int value_columns(const ChunkArgs& args) {
+  return args.problem.v.present() ? args.problem.head_dim_v : 0;
+}
+
 // [64 value columns x 64 tokens] and [64 value columns x K], as C tiles of a warp's 16 columns.
 using TokenSums = float[kTokenTiles][4];
 template <int kK>
