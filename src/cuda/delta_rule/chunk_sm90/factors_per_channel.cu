@@ -56,7 +56,7 @@ template <int kK>
 using KeyMemory = unsigned char[KeyTile<kK>::kBytes];
 
 // The pair of a chunk and a value head that a block has. One thread finds it, and all others wait: for a fixed length
-// without divisions of 64 bits.
+// without divisions of 64 bits, and without most of the others where there is one sequence.
 struct Item {
   ChunkSpan span;  // of no sequence: there is no such chunk
   int head, tokens;
@@ -69,7 +69,7 @@ __device__ __forceinline__ Item item_of_block(const ChunkArgs& args) {
   Item item;
   item.head = static_cast<int>(blockIdx.x - slot * HV);
   if (fixed) {
-    const uint32_t width = static_cast<uint32_t>(args.window.width()), row = slot / width;
+    const uint32_t width = static_cast<uint32_t>(args.window.width()), row = slot < width ? 0 : slot / width;
     const int64_t C = args.chunked.chunk_size, position = args.window.begin + (slot - row * width);
     const int64_t begin = position * C;
     item.span = {row, row, begin, min(args.chunked.sequences.tokens - begin, C), position};
@@ -229,7 +229,8 @@ __device__ __forceinline__ void start_loads(const ChunkArgs& args, const FactorM
                barrier);
     }
   };
-  const auto head = static_cast<uint32_t>(item.head), key_head = head / static_cast<uint32_t>(args.problem.group);
+  const auto head = static_cast<uint32_t>(item.head), group = static_cast<uint32_t>(args.problem.group);
+  const uint32_t key_head = group == 1 ? head : head / group;
   s.gates_filled.arrive_expecting(maps.has_g ? Rows::kBytes : 0);
   if (maps.has_g) load(s.falling, maps.g, head, s.gates_filled);
   s.keys_filled.arrive_expecting(2 * Rows::kBytes);
@@ -389,17 +390,19 @@ __device__ __forceinline__ float4 total_at(const Shared<kK>& s, int tile, const 
   return *reinterpret_cast<const float4*>(s.total + tile * kK + own.channel);
 }
 
-// The whole tiles before a thread's, and all of them.
+// The whole tiles before and after a thread's, and all of them.
 template <int kK>
 struct TileSums {
-  float4 before, all;
+  float4 before, after, all;
 
   __device__ __forceinline__ TileSums(const Shared<kK>& s, const Place<kK>& own)
-      : before(all_four(0)), all(total_at(s, 0, own)) {
+      : before(all_four(0)), after(all_four(0)), all(total_at(s, 0, own)) {
 #pragma unroll
     for (uint32_t t = 1; t < kTiles; ++t) {
+      const float4 total = total_at(s, t, own);
       if (t == own.tile) before = all;
-      all = all + total_at(s, t, own);
+      if (t > own.tile) after = after + total;
+      all = all + total;
     }
   }
 };
@@ -468,7 +471,7 @@ __device__ __forceinline__ void scale_rows_apart(Shared<kK>& s, const ChunkArgs&
                                                  const Place<kK>& own, const Sums& sums) {
   const TileSums<kK> tiles(s, own);
   const float4 whole = total_at(s, own.tile, own);
-  const float4 on_reads = exp2_approx(tiles.before), on_write = exp2_approx(tiles.all - (tiles.before + whole));
+  const float4 on_reads = exp2_approx(tiles.before), on_write = exp2_approx(tiles.after);
   store_total(args, item, own, exp2_approx(tiles.all));
   if (own.half == 0) {
     four_at(s.inverse_decay + own.tile * kK + own.channel) = exp2_approx(-whole);
