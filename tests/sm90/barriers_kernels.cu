@@ -56,6 +56,23 @@ __global__ void elect_kernel(uint32_t* counts, uint32_t* same) {
   same[threadIdx.x / kWarpSize] = lanes == again;
 }
 
+struct alignas(1024) Numbers {
+  int of_group[kRotatingGroups][128];
+};
+
+__global__ void rotate_kernel(int turns, int* out) {
+  const int group = uniform_warp() / 4, own = static_cast<int>(threadIdx.x) % 128;
+  int(&numbers)[128] = aligned_shared<Numbers>().of_group[group];
+  int number = own;
+  for (int turn = 0; turn < turns * (group + 1); ++turn) {
+    numbers[own] = number;
+    warpgroup_barrier(group);
+    number = numbers[(own + kRotation) % 128] + 1;
+    warpgroup_barrier(group);
+  }
+  out[threadIdx.x] = number;
+}
+
 struct alignas(1024) Phases {
   TransactionBarrier written, read;
   int values[4];
@@ -94,6 +111,10 @@ void reverse_tiles(const float* in, int tiles, float* out) {
 }
 
 void elect(uint32_t* counts, uint32_t* same) { launch<elect_kernel>("elect", {}, {1, 256}, counts, same); }
+
+void rotate_in_groups(int turns, int* out) {
+  launch<rotate_kernel>("rotate", {}, {1, 128 * kRotatingGroups, sizeof(Numbers)}, turns, out);
+}
 
 void count_phases(int phases, int* seen) {
   launch<phases_kernel>("phases", {}, {1, 128, sizeof(Phases)}, phases, seen);

@@ -19,4 +19,10 @@ void elect(uint32_t* counts, uint32_t* same);
 // seen[phase] = the sum of what the warps wrote before they arrived.
 void count_phases(int phases, int* seen);
 
+inline constexpr int kRotatingGroups = 3;  // warpgroups
+inline constexpr int kRotation = 33;       // threads
+// Thread i of warpgroup g begins with i and goes through `turns` (g + 1) turns, in each of which all take over the number of
+// the thread that is kRotation further on in the warpgroup, plus 1. out[128 g + i] = what it ends with.
+void rotate_in_groups(int turns, int* out);
+
 }  // namespace fastweight::cuda

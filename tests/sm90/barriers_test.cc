@@ -1,4 +1,4 @@
-// Barriers of transactions over many phases, warps with different work and registers, election.
+// Barriers of transactions over many phases, of warpgroups, warps with different work and registers, election.
 #include "tests/sm90/barriers_kernels.h"
 
 #include "tests/sm90/testing.h"
@@ -28,6 +28,19 @@ TEST(Barriers, OneLaneIsElected) {
   cuda::elect(static_cast<uint32_t*>(counts.view().data), static_cast<uint32_t*>(same.view().data));
   for (double count : counts.get().values()) EXPECT_EQ(count, 1);
   for (double value : same.get().values()) EXPECT_EQ(value, 1);
+}
+
+TEST(Barriers, WarpgroupsWaitForThemselvesAlone) {
+  constexpr int kTurns = 5;
+  const DeviceCopy out(Tensor(DType::kI32, {cuda::kRotatingGroups, 128}), kCuda);
+  cuda::rotate_in_groups(kTurns, static_cast<int*>(out.view().data));
+  const Tensor numbers = out.get();
+  for (int64_t group = 0; group < cuda::kRotatingGroups; ++group) {
+    const int64_t turns = kTurns * (group + 1);
+    for (int64_t i = 0; i < 128; ++i) {
+      ASSERT_EQ(numbers[128 * group + i], static_cast<double>((i + turns * cuda::kRotation) % 128 + turns)) << group;
+    }
+  }
 }
 
 TEST(Barriers, PhasesOfArrivals) {

@@ -37,6 +37,8 @@ struct TransactionBarrier {
 inline void fence_barrier_init() {}
 inline void fence_async_proxy() {}
 
+inline void warpgroup_barrier(int group) { emulator::named_barrier(group + 1, 128); }
+
 inline bool elect_one() {
   emulator::together(
       "elect", [](void* const*) {}, nullptr);

@@ -70,6 +70,12 @@ __device__ __forceinline__ void fence_barrier_init() {
 // after a barrier with this thread. Also before TMA loads over memory that this thread has read or written so.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// A barrier among the threads of a warpgroup, one of at most 15 in its block. It is named barrier `group` + 1
+// (instructions.cuh), a number that need not be known when the kernel is compiled.
+__device__ __forceinline__ void warpgroup_barrier(int group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+
 // True for one lane of the warp, all of whose lanes call it: the same one at every call.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;

@@ -3,10 +3,9 @@
 // says where results go:
 //
 //     multiply_keys      k k^T and q k^T by wgmma into registers; the norms of k are the diagonal of the former
-//     -- apply_decays    A and sP, whose decays are the same; then invert_diagonal, of the warp's own block
-//     -- merge_16        by warps 1 and 3; the numbers of the tokens, of this item and of the next, by warps 0 and 2
-//     -- multiply_Z
-//     -- merge_32
+//     -- apply_decays    A and sP, whose decays are the same; then the steps of lower_inverse.cuh
+//     -- merge_16        beside it by warps 0 and 2 the numbers of the tokens, of this item and of the next
+//     -- ..
 //
 // sP may be left to the scan (ScoreSteps), which reads q anyway. The bits do not depend on who runs the steps.
 #pragma once
@@ -21,6 +20,25 @@ namespace fastweight::cuda::chunk_sm90 {
 
 using Gram = float[kTokenTiles][4];  // rows of k k^T or q k^T of a warp, as C tiles
 
+using GramBlock = float[2][4];  // 16 columns of them
+
+// Calls body(on_diagonal, j, blocks) for the blocks j of a warp's rows below the diagonal and, with std::true_type, on it:
+// one block of every Gram.
+template <class Body, class... Grams>
+__device__ __forceinline__ void for_each_block(int warp, const Body& body, const Grams&... grams) {
+  const float(*const first[])[4] = {grams...};
+  constexpr int kGrams = sizeof...(grams);
+#pragma unroll
+  for (int j = 0; j < kTokenSteps; ++j) {
+    GramBlock blocks[kGrams];
+#pragma unroll
+    for (int at = 0; at < 8 * kGrams; ++at)
+      blocks[at / 8][at / 4 % 2][at % 4] = first[at / 8][2 * j + at / 4 % 2][at % 4];
+    if (j < warp) body(std::false_type(), j, blocks);
+    if (j == warp) body(std::true_type(), j, blocks);
+  }
+}
+
 // The numbers of the tokens of a chunk for a value head.
 struct Tokens {
   float gamma[kChunkRows];  // in log2
@@ -30,20 +48,23 @@ struct Tokens {
 // Sums of squares of the rows of q, over half of the channels each.
 using QuerySquares = float[2][kChunkRows];
 
-struct alignas(16) FactorScratch {
-  float4 A[kTokenTiles / 2 * 3][kWarpSize];      // C tiles below the diagonal blocks, a number for every lane
-  float diagonal[4 * TransposedBlock::kFloats];  // blocks of A, then of J
-  float below[2 * TransposedBlock::kFloats];     // J_10 and J_32
-  float product[4 * TransposedBlock::kFloats];   // Z X^-1: those of 16 rows in blocks 0 and 2, then all four of 32
-  Tokens tokens[2];                              // of this item and of the next
+struct FactorScratch {
+  InverseScratch inverse;
+  Tokens tokens[2];  // of this item and of the next
   float rstd_k[kChunkRows];
   QuerySquares squares_q;
-
-  // Where J_ij lies, i and j less than two blocks apart.
-  __device__ __forceinline__ TransposedBlock block_of_J(int i, int j) {
-    return i == j ? TransposedBlock(diagonal, i) : TransposedBlock(below, i / 2);
-  }
 };
+
+// Rows a_i b_j of all i and j, on their way after it; the caller commits and waits.
+template <DType kType, int kK>
+__device__ __forceinline__ void start_gram(const unsigned char* a, const unsigned char* b, Gram& sums) {
+  const KeyTile<kK> left(a), right(b);
+  wgmma_fence(sums);
+#pragma unroll
+  for (int m = 0; m < kKeySteps<kK>; ++m) {
+    wgmma<kType, kChunkRows>(sums, left.along_rows(0, m), right.along_rows(0, m), m > 0);
+  }
+}
 
 __device__ __forceinline__ float rstd_of(const DeltaRuleDeviceProblem& problem, float squares) {
   return problem.qk_l2norm ? rsqrt_approx(squares + kL2NormEps) : 1.0f;
@@ -104,15 +125,36 @@ struct DecayTile {
   }
 };
 
-// Zeros in a C tile of a diagonal block, half 0 or 1: above the diagonal, and on it unless it is kept.
-template <bool kKeepsDiagonal>
+// Zeros above the diagonal in a C tile of a block on it, half 0 or 1.
 __device__ __forceinline__ void clear_above(int half, int lane, float (&c)[4]) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    const int above = 8 * half + 2 * (lane % 4) + e % 2 - (lane / 4 + 8 * (e / 2));
-    if (above > 0 || (!kKeepsDiagonal && above == 0)) c[e] = 0;
+    if (8 * half + 2 * (lane % 4) + e % 2 > lane / 4 + 8 * (e / 2)) c[e] = 0;
   }
 }
+
+// J and sP of an item in global memory.
+template <DType kType>
+struct GlobalResults {
+  uint16_t *of_J, *of_sP;
+  int lane;
+
+  __device__ __forceinline__ void J(int i, int j, const float (&c)[2][4]) const { store(of_J, i, j, c); }
+  __device__ __forceinline__ void sP(int i, int j, const float (&c)[2][4]) const { store(of_sP, i, j, c); }
+
+ private:
+  // Neighbouring lanes exchange pairs: four lanes then have 32 bytes of a row.
+  __device__ __forceinline__ void store(uint16_t* matrix, int i, int j, const float (&c)[2][4]) const {
+    const bool odd = lane % 2 == 1;
+    uint16_t* to = matrix + (16 * i + lane / 4) * kChunkRows + 16 * j + 2 * (lane % 4) + (odd ? 6 : 0);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t low = pack<kType>(c[0][2 * h], c[0][2 * h + 1]), high = pack<kType>(c[1][2 * h], c[1][2 * h + 1]);
+      const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? low : high, 1);
+      *reinterpret_cast<uint2*>(to + 8 * h * kChunkRows) = odd ? make_uint2(other, high) : make_uint2(low, other);
+    }
+  }
+};
 
 // Results is a type with J(i, j, tiles) and sP(i, j, tiles), which take two C tiles of a block of 16 x 16.
 template <DType kType, int kK>
@@ -125,6 +167,7 @@ struct FactorSteps {
   // before a loop and kept.
   __device__ __forceinline__ FactorSteps anew() const { return {problem, s, warp, opaque_below<kWarpSize>(lane)}; }
   __device__ __forceinline__ QuerySteps<kType, kK> queries() const { return {problem, s.squares_q, warp, lane}; }
+  __device__ __forceinline__ InverseSteps inverse() const { return {s.inverse, warp, lane}; }
 
   // Of a chunk, as they lay in memory: gates of two tokens by warp 0, beta of two by warp 2.
   __device__ __forceinline__ chunk_16bit::RawGates load_tokens(const ChunkSpan& span, int head) const {
@@ -154,16 +197,9 @@ struct FactorSteps {
   template <bool kWithP>
   __device__ __forceinline__ void multiply_keys(const unsigned char* keys, const unsigned char* of_q, Gram& kk,
                                                 Gram& qk) const {
-    const KeyTile<kK> k(keys);
-    wgmma_fence(kk);
-#pragma unroll
-    for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(kk, k.along_rows(0, m), k.along_rows(0, m), m > 0);
+    start_gram<kType, kK>(keys, keys, kk);
     if constexpr (kWithP) {
-      const KeyTile<kK> q(of_q);
-      wgmma_fence(qk);
-#pragma unroll
-      for (int m = 0; m < kKeySteps<kK>; ++m)
-        wgmma<kType, kChunkRows>(qk, q.along_rows(0, m), k.along_rows(0, m), m > 0);
+      start_gram<kType, kK>(of_q, keys, qk);
       wgmma_commit();
       queries().sum_squares(of_q);
       wgmma_wait<0>(kk, qk);
@@ -180,18 +216,6 @@ struct FactorSteps {
     }
   }
 
-  // Tile n of 16 rows of A, below their diagonal block.
-  __device__ __forceinline__ float4& tile_of_A(int rows, int n) const { return s.A[rows * (rows - 1) + n][lane]; }
-
-  __device__ __forceinline__ void load_A(int i, int j, LeftBlock& left) const {
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      const float4 x = tile_of_A(i, 2 * j + m);
-      const float c[4] = {x.x, x.y, x.z, x.w};
-      left[m] = split_tile(c);
-    }
-  }
-
   // A from k k^T, and sP from q k^T; blocks beyond the diagonal are left alone.
   template <bool kWithP, class Results>
   __device__ __forceinline__ void apply_decays(const Tokens& tokens, const Gram& kk, const Gram& qk,
@@ -205,92 +229,24 @@ struct FactorSteps {
       on_A[h] = tokens.beta[i] * s.rstd_k[i];
       on_P[h] = kWithP ? problem.scale * queries().rstd(i) : 0.0f;
     }
+    const auto make_block = [&](auto on_diagonal, int j, auto& blocks) {
+      constexpr bool kOnDiagonal = decltype(on_diagonal)::value;
+      GramBlock A, P;
 #pragma unroll
-    for (int m = 0; m < kTokenTiles / 2; ++m) {
-      if (m > warp) continue;
-      float A[4], P[2][4];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int n = 2 * m + half;
-        const DecayTile decay(gamma, tokens.gamma, s.rstd_k, 8 * n + 2 * (lane % 4));
-        decay.apply(on_A, kk[n], A);
-        if (kWithP) decay.apply(on_P, qk[n], P[half]);
-        if (m < warp) {
-          tile_of_A(warp, n) = make_float4(A[0], A[1], A[2], A[3]);
-        } else {
-          clear_above<false>(half, lane, A);
-          if (kWithP) clear_above<true>(half, lane, P[half]);
-          TransposedBlock(s.diagonal, warp).store(half, lane, A);
-        }
+      for (int n = 0; n < 2; ++n) {
+        const DecayTile decay(gamma, tokens.gamma, s.rstd_k, 16 * j + 8 * n + 2 * (lane % 4));
+        decay.apply(on_A, blocks[0][n], A[n]);
+        if constexpr (kWithP) decay.apply(on_P, blocks[1][n], P[n]);
+        if constexpr (kWithP && kOnDiagonal) clear_above(n, lane, P[n]);
       }
-      if (kWithP) results.sP(warp, m, P);
+      inverse().template store_A<kOnDiagonal>(warp, j, A);
+      if constexpr (kWithP) results.sP(warp, j, P);
+    };
+    if constexpr (kWithP) {
+      for_each_block(warp, make_block, kk, qk);
+    } else {
+      for_each_block(warp, make_block, kk);
     }
-  }
-
-  // The warp's block on the diagonal.
-  template <class Results>
-  __device__ __forceinline__ void invert_diagonal(const Results& results) const {
-    const TransposedBlock block(s.diagonal, warp);
-    __syncwarp();
-    invert_block(block, lane);
-    float c[2][4];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) block.load(n, lane, c[n]);
-    results.J(warp, warp, c);
-  }
-
-  // J_10 and J_32, by warps 1 and 3.
-  template <class Results>
-  __device__ __forceinline__ void merge_16(const Results& results) const {
-    const TransposedBlock product(s.product, warp - 1);
-    LeftBlock left;
-    load_A(warp, warp - 1, left);
-    BlockSum sum;
-    multiply(sum, left, s.block_of_J(warp - 1, warp - 1), lane);
-    float c[2][4];
-    totals<1>(sum, c);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) product.store(n, lane, c[n]);
-    __syncwarp();
-    BlockSum last;
-    load_left(s.block_of_J(warp, warp), lane, left);
-    multiply(last, left, product, lane);
-    totals<-1>(last, c);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) s.block_of_J(warp, warp - 1).store(n, lane, c[n]);
-    results.J(warp, warp - 1, c);
-  }
-
-  // The four blocks of Z X^-1, one by each warp.
-  __device__ __forceinline__ void multiply_Z() const {
-    const int i = 2 + warp % 2, j = warp < 2 ? 1 : 0;
-    BlockSum sum;
-#pragma unroll 1
-    for (int b = j; b < 2; ++b) {
-      LeftBlock left;
-      load_A(i, b, left);
-      multiply(sum, left, s.block_of_J(b, j), lane);
-    }
-    float c[2][4];
-    totals<1>(sum, c);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) TransposedBlock(s.product, 2 * (i - 2) + j).store(n, lane, c[n]);
-  }
-
-  // J_30, J_31, J_20 and J_21, by the four warps.
-  template <class Results>
-  __device__ __forceinline__ void merge_32(const Results& results) const {
-    const int i = 3 - warp / 2, j = warp % 2;
-    BlockSum sum;
-#pragma unroll 1
-    for (int b = 2; b <= i; ++b) {
-      LeftBlock left;
-      load_left(s.block_of_J(i, b), lane, left);
-      multiply(sum, left, TransposedBlock(s.product, 2 * (b - 2) + j), lane);
-    }
-    float c[2][4];
-    totals<-1>(sum, c);
-    results.J(i, j, c);
   }
 
   // The numbers of row `token_row()` and e_n, by warps 0 and 2; that of q with it alone.
@@ -313,10 +269,7 @@ struct ScoreSteps {
   QuerySteps<kType, kK> queries;
 
   __device__ __forceinline__ void multiply(const unsigned char* of_q, const unsigned char* of_k, Gram& qk) const {
-    const KeyTile<kK> q(of_q), k(of_k);
-    wgmma_fence(qk);
-#pragma unroll
-    for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(qk, q.along_rows(0, m), k.along_rows(0, m), m > 0);
+    start_gram<kType, kK>(of_q, of_k, qk);
     wgmma_commit();
     queries.sum_squares(of_q);
     wgmma_wait<0>(qk);
@@ -328,18 +281,19 @@ struct ScoreSteps {
     const int warp = queries.warp, lane = queries.lane, row = 16 * warp + lane / 4;
     const float gamma[2] = {gamma_of[row], gamma_of[row + 8]};
     const float on_P[2] = {queries.problem.scale * queries.rstd(row), queries.problem.scale * queries.rstd(row + 8)};
+    for_each_block(
+        warp,
+        [&](auto on_diagonal, int j, auto& blocks) {
+          GramBlock P;
 #pragma unroll
-    for (int m = 0; m < kTokenTiles / 2; ++m) {
-      if (m > warp) continue;
-      float P[2][4];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int n = 2 * m + half;
-        DecayTile(gamma, gamma_of, rstd_k, 8 * n + 2 * (lane % 4)).apply(on_P, qk[n], P[half]);
-        if (m == warp) clear_above<true>(half, lane, P[half]);
-      }
-      results.sP(warp, m, P);
-    }
+          for (int n = 0; n < 2; ++n) {
+            const DecayTile decay(gamma, gamma_of, rstd_k, 16 * j + 8 * n + 2 * (lane % 4));
+            decay.apply(on_P, blocks[0][n], P[n]);
+            if constexpr (decltype(on_diagonal)::value) clear_above(n, lane, P[n]);
+          }
+          results.sP(warp, j, P);
+        },
+        qk);
   }
 };
 

@@ -17,12 +17,17 @@ namespace {
 
 using chunk_16bit::ChunkFactors;
 
+// Where a pair stands in the order of all: heads go first, then rows of the batch, then chunks of a row.
+struct Place {
+  int position, row, key_head;
+};
+
 // A chunk and a key head.
 struct Pair {
-  int number;                // in the order of all
+  int number;  // in the order of all
+  Place place;
   int item;                  // of the key head's first value head
   int batch, begin, length;  // tokens of the chunk; none: there is no such pair
-  int key_head;
 };
 
 // With q a warpgroup keeps two products in registers, and there is memory for fewer of them.
@@ -34,49 +39,10 @@ struct Shape {
     unsigned char k[KeyTile<kK>::kBytes], q[kWithP ? KeyTile<kK>::kBytes : 16];
     FactorScratch scratch;
     Pair pair[3];  // this one and the next two
+    Place step;    // from a pair to the warpgroup's next one
+    int heads;     // of keys
     TransactionBarrier filled;
   };
-};
-
-// A barrier among the threads of a warpgroup.
-__device__ __forceinline__ void group_barrier(int group) {
-  switch (group) {
-    case 0:
-      return named_barrier<1>(kGroupThreads);
-    case 1:
-      return named_barrier<2>(kGroupThreads);
-    case 2:
-      return named_barrier<3>(kGroupThreads);
-    case 3:
-      return named_barrier<4>(kGroupThreads);
-    case 4:
-      return named_barrier<5>(kGroupThreads);
-    default:
-      return named_barrier<6>(kGroupThreads);
-  }
-}
-
-// J and sP of an item in global memory.
-template <DType kType>
-struct GlobalResults {
-  uint16_t *of_J, *of_sP;
-  int lane;
-
-  __device__ __forceinline__ void J(int i, int j, const float (&c)[2][4]) const { store(of_J, i, j, c); }
-  __device__ __forceinline__ void sP(int i, int j, const float (&c)[2][4]) const { store(of_sP, i, j, c); }
-
- private:
-  // Neighbouring lanes exchange pairs: four lanes then have 32 bytes of a row.
-  __device__ __forceinline__ void store(uint16_t* matrix, int i, int j, const float (&c)[2][4]) const {
-    const bool odd = lane % 2 == 1;
-    uint16_t* to = matrix + (16 * i + lane / 4) * kChunkRows + 16 * j + 2 * (lane % 4) + (odd ? 6 : 0);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint32_t low = pack<kType>(c[0][2 * h], c[0][2 * h + 1]), high = pack<kType>(c[1][2 * h], c[1][2 * h + 1]);
-      const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? low : high, 1);
-      *reinterpret_cast<uint2*>(to + 8 * h * kChunkRows) = odd ? make_uint2(other, high) : make_uint2(low, other);
-    }
-  }
 };
 
 template <DType kType, int kK, bool kWithP>
@@ -92,10 +58,7 @@ struct FactorGroup {
     return FactorSteps<kType, kK>{args.problem, s.scratch, warp, lane}.anew();
   }
   __device__ __forceinline__ bool is_chosen() const { return warp == 0 && elect_one(); }
-  __device__ __forceinline__ void barrier() const { group_barrier(group); }
-
-  // Which pair this warpgroup takes after number n.
-  __device__ __forceinline__ int pair_after(int n) const { return n + kGroups * static_cast<int>(gridDim.x); }
+  __device__ __forceinline__ void barrier() const { warpgroup_barrier(group); }
 
   // The chunk at a position of a row of the window. With offsets there is one row, and maybe no such chunk.
   __device__ __forceinline__ void find_chunk(int row, int position, Pair& pair) const {
@@ -113,34 +76,53 @@ struct FactorGroup {
     }
   }
 
-  // Pair number n.
-  __device__ __forceinline__ void find_pair(int n, Pair& pair) const {
+  __device__ __forceinline__ Place place_of(int n) const {
+    const int turn = n / s.heads, position = turn / order.rows;
+    return {position, turn - position * order.rows, n - turn * s.heads};
+  }
+
+  __device__ __forceinline__ void find_pair(int n, const Place& place, Pair& pair) const {
     pair.number = n;
+    pair.place = place;
     pair.length = 0;
     if (n >= order.pairs) return;
-    const int heads = args.problem.num_value_heads / args.problem.group, turn = n / heads, position = turn / order.rows;
-    find_chunk(turn - position * order.rows, position, pair);
-    pair.key_head = n - turn * heads;
-    pair.item = pair.item * args.problem.num_value_heads + pair.key_head * args.problem.group;
+    find_chunk(place.row, place.position, pair);
+    pair.item = pair.item * args.problem.num_value_heads + place.key_head * args.problem.group;
+  }
+  // The one that this warpgroup takes after `last`, without divisions: all wait for the thread that finds it.
+  __device__ __forceinline__ void find_next(const Pair& last, Pair& pair) const {
+    Place place{last.place.position + s.step.position, last.place.row + s.step.row,
+                last.place.key_head + s.step.key_head};
+    if (place.key_head >= s.heads) {
+      place.key_head -= s.heads;
+      ++place.row;
+    }
+    if (place.row >= order.rows) {
+      place.row -= order.rows;
+      ++place.position;
+    }
+    find_pair(last.number + kGroups * static_cast<int>(gridDim.x), place, pair);
   }
 
   __device__ __forceinline__ void load_keys(const Pair& pair) const {
     if (pair.length == 0) return;
     s.filled.arrive_expecting((kWithP ? 2 : 1) * KeyTile<kK>::kBytes);
-    const RowsPlace at{pair.key_head, kChunkRows - pair.length, pair.begin + pair.length, pair.batch};
+    const RowsPlace at{pair.place.key_head, kChunkRows - pair.length, pair.begin + pair.length, pair.batch};
     load_panels(KeyTile<kK>(s.k), maps.k, 0, args.problem.head_dim_k, at, s.filled);
     if constexpr (kWithP) load_panels(KeyTile<kK>(s.q), maps.q, 0, args.problem.head_dim_k, at, s.filled);
   }
 
+  __device__ __forceinline__ int first_head(const Pair& pair) const { return pair.place.key_head * args.problem.group; }
+
   // Of value head h of a pair's key head, if there is such a pair, by warps 0 and 2.
   __device__ __forceinline__ chunk_16bit::RawGates load_tokens(const Pair& pair, int h) const {
     if (pair.length == 0) return {};
-    return steps().load_tokens({0, pair.batch, pair.begin, pair.length, 0}, pair.key_head * args.problem.group + h);
+    return steps().load_tokens({0, pair.batch, pair.begin, pair.length, 0}, first_head(pair) + h);
   }
   __device__ __forceinline__ void finish_tokens(const chunk_16bit::RawGates& raw, const Pair& pair, int h,
                                                 Tokens& tokens) const {
     if (pair.length == 0) return;
-    steps().finish_tokens(raw, pair.length, pair.key_head * args.problem.group + h, tokens);
+    steps().finish_tokens(raw, pair.length, first_head(pair) + h, tokens);
   }
 
   // By warps 0 and 2, one row in a thread.
@@ -164,7 +146,7 @@ struct FactorGroup {
     Gram kk, qk;
     s.filled.wait(parity);
     steps().template multiply_keys<kWithP>(s.k, s.q, kk, qk);
-    fence_async_proxy();  // q has been read: the next one may come
+    if constexpr (kWithP) fence_async_proxy();  // q has been read: the next one may come
 #pragma unroll 1
     for (int h = 0; h < heads; ++h, turn ^= 1) {
       const Tokens& tokens = s.scratch.tokens[turn];
@@ -179,21 +161,22 @@ struct FactorGroup {
       if (warp % 2 == 0) raw = load_tokens(following, more ? h + 1 : 0);
       if (is_chosen() && h == 0) {
         load_keys(next);
-        find_pair(pair_after(next.number), s.pair[(at + 2) % 3]);
+        find_next(next, s.pair[(at + 2) % 3]);
       }
       steps().template apply_decays<kWithP>(tokens, kk, qk, results);
-      steps().invert_diagonal(results);
+      steps().inverse().invert_diagonal();
       barrier();
       if (warp % 2 == 1) {
-        steps().merge_16(results);
+        steps().inverse().merge_16(results);
       } else {
+        steps().inverse().store_diagonal(results);
         store_token_factors(tokens, item);
         finish_tokens(raw, following, more ? h + 1 : 0, s.scratch.tokens[turn ^ 1]);
       }
       barrier();
-      steps().multiply_Z();
+      steps().inverse().multiply_Z();
       barrier();
-      steps().merge_32(results);
+      steps().inverse().merge_32(results);
     }
   }
 
@@ -202,9 +185,11 @@ struct FactorGroup {
     if (is_chosen()) {
       s.filled.init(1);
       fence_barrier_init();
-      find_pair(n, s.pair[0]);
+      s.heads = args.problem.num_value_heads / args.problem.group;
+      s.step = place_of(kGroups * blocks);
+      find_pair(n, place_of(n), s.pair[0]);
       load_keys(s.pair[0]);
-      find_pair(pair_after(s.pair[0].number), s.pair[1]);
+      find_next(s.pair[0], s.pair[1]);
     }
     barrier();
     if (warp % 2 == 0) finish_tokens(load_tokens(s.pair[0], 0), s.pair[0], 0, s.scratch.tokens[0]);

@@ -1,10 +1,17 @@
-// The inverse of a unit lower triangular matrix of 64 rows by a warpgroup: warp w has rows [16 w, 16 w + 16) of it as C
-// tiles, and the result leaves block by block.
+// The inverse J of a unit lower triangular matrix I + A of 64 rows by a warpgroup: A comes as C tiles, and J leaves block by
+// block.
 //
 //     [ X 0 ]                  [ X^-1           0    ]
 //     [ Z Y ]        is        [ -Y^-1 Z X^-1   Y^-1 ]
 //
-// goes up from 8 rows to 64: up to 16 within a warp in fp32, then in split products (common/split.cuh).
+// goes up from 8 rows to 64: up to 16 within a warp in fp32, then in split products (common/split.cuh). Who runs the steps
+// puts barriers of the warpgroup between them and says where the blocks of J go:
+//
+//     store_A
+//     -- invert_diagonal    without a barrier before it where the warp itself stored its block
+//     -- merge_16           by warps 1 and 3; store_diagonal by warps 0 and 2
+//     -- multiply_Z
+//     -- merge_32
 #pragma once
 
 #include "cuda/common/unit_lower.cuh"
@@ -107,5 +114,121 @@ __device__ __forceinline__ void invert_block(const TransposedBlock& A, int lane)
   A.pair(8 + 2 * quarter, column) = y;
   __syncwarp();
 }
+
+struct alignas(16) InverseScratch {
+  float4 A[12][kWarpSize];                       // C tiles below the diagonal blocks, a number for every lane
+  float diagonal[4 * TransposedBlock::kFloats];  // blocks of A, then of J
+  float below[2 * TransposedBlock::kFloats];     // J_10 and J_32
+  float product[4 * TransposedBlock::kFloats];   // Z X^-1: those of 16 rows in blocks 0 and 2, then all four of 32
+
+  // Where J_ij lies, i and j less than two blocks apart.
+  __device__ __forceinline__ TransposedBlock block_of_J(int i, int j) {
+    return i == j ? TransposedBlock(diagonal, i) : TransposedBlock(below, i / 2);
+  }
+};
+
+// Results is a type with J(i, j, tiles), which takes two C tiles of a block of 16 x 16.
+struct InverseSteps {
+  InverseScratch& s;
+  int warp, lane;  // within the warpgroup
+
+  // Two C tiles of block (i, j) of A. Of blocks on the diagonal only what is below it counts.
+  template <bool kOnDiagonal>
+  __device__ __forceinline__ void store_A(int i, int j, const float (&c)[2][4]) const {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if constexpr (kOnDiagonal) {
+        TransposedBlock(s.diagonal, i).store(n, lane, c[n]);
+      } else {
+        tile_of_A(i, 2 * j + n) = make_float4(c[n][0], c[n][1], c[n][2], c[n][3]);
+      }
+    }
+  }
+
+  // The warp's block on the diagonal.
+  __device__ __forceinline__ void invert_diagonal() const {
+    __syncwarp();
+    invert_block(TransposedBlock(s.diagonal, warp), lane);
+  }
+
+  // All of them leave, two by either of warps 0 and 2.
+  template <class Results>
+  __device__ __forceinline__ void store_diagonal(const Results& results) const {
+#pragma unroll 1
+    for (int i = warp; i < warp + 2; ++i) {
+      float c[2][4];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) s.block_of_J(i, i).load(n, lane, c[n]);
+      results.J(i, i, c);
+    }
+  }
+
+  // J_10 and J_32, by warps 1 and 3.
+  template <class Results>
+  __device__ __forceinline__ void merge_16(const Results& results) const {
+    const TransposedBlock product(s.product, warp - 1);
+    LeftBlock left;
+    load_A(warp, warp - 1, left);
+    BlockSum sum;
+    multiply(sum, left, s.block_of_J(warp - 1, warp - 1), lane);
+    float c[2][4];
+    totals<1>(sum, c);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) product.store(n, lane, c[n]);
+    __syncwarp();
+    BlockSum last;
+    load_left(s.block_of_J(warp, warp), lane, left);
+    multiply(last, left, product, lane);
+    totals<-1>(last, c);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) s.block_of_J(warp, warp - 1).store(n, lane, c[n]);
+    results.J(warp, warp - 1, c);
+  }
+
+  // The four blocks of Z X^-1, one by each warp.
+  __device__ __forceinline__ void multiply_Z() const {
+    const int i = 2 + warp % 2, j = warp < 2 ? 1 : 0;
+    BlockSum sum;
+#pragma unroll 1
+    for (int b = j; b < 2; ++b) {
+      LeftBlock left;
+      load_A(i, b, left);
+      multiply(sum, left, s.block_of_J(b, j), lane);
+    }
+    float c[2][4];
+    totals<1>(sum, c);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) TransposedBlock(s.product, 2 * (i - 2) + j).store(n, lane, c[n]);
+  }
+
+  // J_30, J_31, J_20 and J_21, by the four warps.
+  template <class Results>
+  __device__ __forceinline__ void merge_32(const Results& results) const {
+    const int i = 3 - warp / 2, j = warp % 2;
+    BlockSum sum;
+#pragma unroll 1
+    for (int b = 2; b <= i; ++b) {
+      LeftBlock left;
+      load_left(s.block_of_J(i, b), lane, left);
+      multiply(sum, left, TransposedBlock(s.product, 2 * (b - 2) + j), lane);
+    }
+    float c[2][4];
+    totals<-1>(sum, c);
+    results.J(i, j, c);
+  }
+
+ private:
+  // Tile n of 16 rows of A, below their diagonal block.
+  __device__ __forceinline__ float4& tile_of_A(int rows, int n) const { return s.A[rows * (rows - 1) + n][lane]; }
+
+  __device__ __forceinline__ void load_A(int i, int j, LeftBlock& left) const {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const float4 x = tile_of_A(i, 2 * j + m);
+      const float c[4] = {x.x, x.y, x.z, x.w};
+      left[m] = split_tile(c);
+    }
+  }
+};
 
 }  // namespace fastweight::cuda::chunk_sm90
