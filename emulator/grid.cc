@@ -37,11 +37,10 @@ struct Copy {
 };
 
 // Where a fiber or the scheduler goes on: the compiler's own jumps, which save what the function at hand needs and no
-// more.
+// more. A function may not jump to a place of its own.
 using Place = void* [5];
-[[noreturn]] [[gnu::noinline]] void go_on(Place& place) { __builtin_longjmp(place, 1); }
 
-struct Fiber {
+struct alignas(64) Fiber {  // what is read at every jump lies together
   bool started = false;
   bool with_group = false;  // what it waits for is of the warpgroup
   uint3 index;              // threadIdx
@@ -293,10 +292,12 @@ class Block {
       if (states_[thread] != State::kReady) continue;
       next_lane_ += step_;
       current_ = thread;
-      threadIdx = fibers_[thread]->index;
-      enter(*fibers_[thread]);
+      Fiber& fiber = *fibers_[thread];
+      threadIdx = fiber.index;
+      if (fiber.started) __builtin_longjmp(fiber.place, 1);
+      start(fiber);
     }
-    go_on(scheduler_);
+    __builtin_longjmp(scheduler_, 1);
   }
 
   // The operation for which all warps of a warpgroup wait. False unless all of them do.
@@ -316,8 +317,7 @@ class Block {
 
   size_t threads_of_block() const { return size_t{grid_->threads.x} * grid_->threads.y * grid_->threads.z; }
 
-  [[noreturn]] [[gnu::noinline]] void enter(Fiber& fiber) {
-    if (fiber.started) go_on(fiber.place);
+  [[noreturn]] [[gnu::noinline]] void start(Fiber& fiber) {
     fiber.started = true;
     fiber.stack = map_pages(kStackBytes);
     ucontext_t context;
