@@ -1,6 +1,6 @@
 #include "async.h"
 
-#include <cstddef>
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -63,21 +63,52 @@ bool is_poisoned(const float* registers) {
 
 }  // namespace
 
-const float* AsyncWork::tile(const float* registers) const {
-  const auto found = tiles_.find(const_cast<float*>(registers));
-  return found == tiles_.end() ? registers : found->second.values;
+bool SharedOperand::unchanged() const {
+  return std::all_of(segments.begin(), segments.end(), [](const Segment& segment) {
+    return std::memcmp(segment.at, segment.elements, sizeof(segment.elements)) == 0;
+  });
+}
+
+// Where the tile of these registers is in tiles_, or would be.
+size_t AsyncWork::place_of(const float* registers) {
+  const auto before = [&](size_t i) { return i >= tiles_.size() || registers <= tiles_[i].registers; };
+  const auto behind = [&](size_t i) { return i == 0 || (i <= tiles_.size() && tiles_[i - 1].registers < registers); };
+  for (const size_t next : {place_, place_ + 1}) {
+    if (before(next) && behind(next)) return place_ = next;
+  }
+  const auto found = std::lower_bound(tiles_.begin(), tiles_.end(), registers,
+                                      [](const Tile& tile, const float* at) { return tile.registers < at; });
+  return place_ = static_cast<size_t>(found - tiles_.begin());
+}
+
+const float* AsyncWork::tile(const float* registers) {
+  const size_t place = place_of(registers);
+  return place < tiles_.size() && tiles_[place].registers == registers ? tiles_[place].values : registers;
 }
 
 void AsyncWork::set_tile(float* registers, const float (&values)[4]) {
-  const auto [found, fresh] = tiles_.try_emplace(registers);
-  if (!fresh && !is_poisoned(registers)) fail("an accumulator of wgmma was written before it was waited for");
-  Tile& tile = found->second;
+  const size_t place = place_of(registers);
+  if (place == tiles_.size() || tiles_[place].registers != registers) {
+    tiles_.insert(tiles_.begin() + static_cast<ptrdiff_t>(place), Tile{registers, {}, 0});
+  } else if (!is_poisoned(registers)) {
+    fail("an accumulator of wgmma was written before it was waited for");
+  }
+  Tile& tile = tiles_[place];
   std::memcpy(tile.values, values, sizeof(values));
   tile.group = group_;
   std::memset(registers, 0xff, sizeof(values));
 }
 
-void AsyncWork::watch(std::function<bool()> unchanged) { watches_.push_back({group_, std::move(unchanged)}); }
+void AsyncWork::watch_fragment(const uint32_t* registers) {
+  Fragment& fragment = fragments_.emplace_back();
+  fragment.registers = registers;
+  std::memcpy(fragment.values, registers, sizeof(fragment.values));
+  fragment.group = group_;
+}
+
+void AsyncWork::watch_operand(std::shared_ptr<const SharedOperand> operand) {
+  operands_.push_back({std::move(operand), group_});
+}
 
 void AsyncWork::check_fenced() const {
   if (!fenced_) fail("a group of wgmma that does not begin with a fence");
@@ -89,24 +120,26 @@ void AsyncWork::commit_products() {
 }
 
 void AsyncWork::wait_products(int pending) {
-  const auto completed = [&](int64_t group) { return group + pending < group_; };
-  for (auto it = watches_.begin(); it != watches_.end();) {
-    if (!completed(it->group)) {
-      ++it;
-      continue;
-    }
-    if (!it->unchanged()) fail("an operand of wgmma was written before the product was waited for");
-    it = watches_.erase(it);
-  }
-  for (auto it = tiles_.begin(); it != tiles_.end();) {
-    if (!completed(it->second.group)) {
-      ++it;
-      continue;
-    }
-    if (!is_poisoned(it->first)) fail("an accumulator of wgmma was written before it was waited for");
-    std::memcpy(it->first, it->second.values, sizeof(it->second.values));
-    it = tiles_.erase(it);
-  }
+  const auto completed = [&](const auto& work) { return work.group + pending < group_; };
+  const auto check = [](bool unchanged) {
+    if (!unchanged) fail("an operand of wgmma was written before the product was waited for");
+  };
+  std::erase_if(fragments_, [&](const Fragment& fragment) {
+    if (!completed(fragment)) return false;
+    check(std::memcmp(fragment.registers, fragment.values, sizeof(fragment.values)) == 0);
+    return true;
+  });
+  std::erase_if(operands_, [&](const Operand& operand) {
+    if (!completed(operand)) return false;
+    check(operand.content->unchanged());
+    return true;
+  });
+  std::erase_if(tiles_, [&](const Tile& tile) {
+    if (!completed(tile)) return false;
+    if (!is_poisoned(tile.registers)) fail("an accumulator of wgmma was written before it was waited for");
+    std::memcpy(tile.registers, tile.values, sizeof(tile.values));
+    return true;
+  });
 }
 
 // Copies to global memory -----------------------------------------------------------------------------------------
@@ -138,7 +171,8 @@ void AsyncWork::reset() {
   fenced_ = false;
   group_ = 0;
   tiles_.clear();
-  watches_.clear();
+  fragments_.clear();
+  operands_.clear();
   open_stores_.clear();
   stores_.clear();
 }

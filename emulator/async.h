@@ -5,10 +5,11 @@
 // early ends the program with a message.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <unordered_map>
+#include <memory>
 #include <vector>
 
 namespace emulator {
@@ -40,6 +41,17 @@ struct TransactionBarrier {
 };
 static_assert(sizeof(TransactionBarrier) == 8);
 
+// What an operand of a product held in shared memory when it was issued, in segments of 16 bytes.
+struct SharedOperand {
+  struct Segment {
+    const void* at;
+    uint16_t elements[8];
+  };
+  std::vector<Segment> segments;
+
+  bool unchanged() const;
+};
+
 class AsyncWork {
  public:
   void reset();  // for another thread
@@ -48,10 +60,12 @@ class AsyncWork {
 
   void fence() { fenced_ = true; }
   // Where the accumulators of a tile are: in the result of a product on its way, or in the registers.
-  const float* tile(const float* registers) const;
+  const float* tile(const float* registers);
   void set_tile(float* registers, const float (&values)[4]);
-  // An operand of the products that are being issued, which stays as it is until they are waited for.
-  void watch(std::function<bool()> unchanged);
+  // Operands of the products that are being issued, which stay as they are until they are waited for: a fragment in four
+  // registers, and one in shared memory.
+  void watch_fragment(const uint32_t* registers);
+  void watch_operand(std::shared_ptr<const SharedOperand> operand);
   void check_fenced() const;
   void commit_products();
   void wait_products(int pending);
@@ -68,12 +82,18 @@ class AsyncWork {
 
  private:
   struct Tile {
+    float* registers;
     float values[4];
     int64_t group;
   };
-  struct Watch {
+  struct Fragment {
+    const uint32_t* registers;
+    uint32_t values[4];
     int64_t group;
-    std::function<bool()> unchanged;
+  };
+  struct Operand {
+    std::shared_ptr<const SharedOperand> content;
+    int64_t group;
   };
   struct Store {
     std::function<bool()> unchanged;
@@ -84,10 +104,14 @@ class AsyncWork {
     bool read = false;
   };
 
+  size_t place_of(const float* registers);
+
   bool fenced_ = false;
-  int64_t group_ = 0;  // of the products that are being issued
-  std::unordered_map<float*, Tile> tiles_;
-  std::vector<Watch> watches_;
+  int64_t group_ = 0;        // of the products that are being issued
+  std::vector<Tile> tiles_;  // in the order of their registers
+  std::vector<Fragment> fragments_;
+  std::vector<Operand> operands_;
+  size_t place_ = 0;  // the last one in tiles_: its neighbour comes next
   std::vector<Store> open_stores_;
   std::deque<StoreGroup> stores_;  // oldest first
 };

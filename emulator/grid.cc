@@ -23,11 +23,12 @@ namespace {
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr size_t kSharedBytes = 256 * 1024;  // more than any device has
 constexpr unsigned char kPoison = 0xff;      // a NaN in every floating-point type
+constexpr size_t kMostThreads = 1024;
 constexpr size_t kBarriers = 16;
 constexpr size_t kWarpsOfGroup = kWarpgroup / kLanes;
 
 // With its warp, with its warpgroup; at a named barrier, at the phase of a transaction barrier.
-enum class State { kReady, kPaused, kTogether, kWithGroup, kAtBarrier, kAtPhase, kLeft };
+enum class State : uint8_t { kReady, kPaused, kTogether, kWithGroup, kAtBarrier, kAtPhase, kLeft };
 
 struct Copy {
   void* to;
@@ -36,29 +37,24 @@ struct Copy {
 };
 
 // Where a fiber or the scheduler goes on: the compiler's own jumps, which save what the function at hand needs and no
-// more.
+// more. A function may not jump to a place of its own.
 using Place = void* [5];
-[[noreturn]] [[gnu::noinline]] void go_on(Place& place) { __builtin_longjmp(place, 1); }
 
-struct Fiber {
-  State state = State::kLeft;
+struct alignas(64) Fiber {  // what is read at every jump lies together
+  bool started = false;
+  bool with_group = false;  // what it waits for is of the warpgroup
+  uint3 index;              // threadIdx
+  Place place;              // where it goes on
   const char* waits_for = "";
-  WarpOperation operation = nullptr;
-  void* mine = nullptr;
-  bool with_group = false;  // the operation is of the warpgroup
-  size_t barrier = 0;       // where it stands
+
+  size_t barrier = 0;  // where it stands
   uint32_t phase_barrier = 0;
   bool parity = false;
-
   bool waited = false;  // for the kernels before this one
 
   std::vector<Copy> copies;                 // not yet committed
   std::deque<std::vector<Copy>> committed;  // oldest first
   AsyncWork async;
-
-  bool started = false;
-  Place place;  // where it goes on
-  uint3 index;  // threadIdx
   void* stack = nullptr;
 };
 
@@ -80,15 +76,15 @@ class Block {
     body_ = &body;
     blockIdx = index;
     const size_t threads = threads_of_block();
-    if (threads == 0 || threads > 1024 || threads % kLanes != 0) {
-      fail("a block of %zu threads: expected whole warps, at most 1024 threads", threads);
+    if (threads == 0 || threads > kMostThreads || threads % kLanes != 0) {
+      fail("a block of %zu threads: expected whole warps, at most %zu threads", threads, kMostThreads);
     }
     while (fibers_.size() < threads) fibers_.push_back(std::make_unique<Fiber>());
     prepare_shared(grid.shared_bytes);
     for (Barrier& barrier : barriers_) barrier = {};
     const dim3& n = grid.threads;
+    std::fill_n(states_, threads, State::kReady);
     for (unsigned i = 0; i < threads; ++i) {
-      fibers_[i]->state = State::kReady;
       fibers_[i]->index = {i % n.x, i / n.x % n.y, i / (n.x * n.y)};
       fibers_[i]->waited = false;
       fibers_[i]->copies.clear();
@@ -129,10 +125,20 @@ class Block {
   }
   int elected_lane() const { return backwards_ ? kLanes - 1 : 0; }
 
+  // The running thread stops in a state, and the next lane of its warp goes on.
   void stop(State state) {
+    states_[current_] = state;
+    if (__builtin_setjmp(current().place) == 0) run_next_lane();
+  }
+
+  // The same, to do something with its warp or warpgroup.
+  void meet(const char* name, WarpOperation operation, void* mine, bool with_group) {
     Fiber& fiber = current();
-    fiber.state = state;
-    if (__builtin_setjmp(fiber.place) == 0) go_on(scheduler_);
+    fiber.waits_for = name;
+    fiber.with_group = with_group;
+    operations_[current_] = operation;
+    mine_[current_] = mine;
+    stop(State::kTogether);
   }
 
   unsigned char* shared() { return shared_; }
@@ -170,13 +176,9 @@ class Block {
   bool run_next_warp(size_t warps) {
     for (size_t i = 0; i < warps; ++i) {
       const size_t warp = backwards_ ? warps - 1 - i : i;
-      bool can_go_on = false;
-      for (size_t lane = 0; lane < kLanes; ++lane) {
-        State& state = fibers_[warp * kLanes + lane]->state;
-        if (state == State::kPaused) state = State::kReady;
-        can_go_on = can_go_on || state == State::kReady;
-      }
-      if (!can_go_on) continue;
+      State* const states = states_ + warp * kLanes;
+      std::replace(states, states + kLanes, State::kPaused, State::kReady);
+      if (std::find(states, states + kLanes, State::kReady) == states + kLanes) continue;
       run_warp(warp);
       return true;
     }
@@ -185,15 +187,13 @@ class Block {
 
   // Lets the threads at complete barriers go on.
   void open_barriers(size_t threads) {
-    size_t left = 0;
-    for (size_t i = 0; i < threads; ++i) left += fibers_[i]->state == State::kLeft;
-    barriers_[0].expected = threads - left;
+    barriers_[0].expected = threads - static_cast<size_t>(std::count(states_, states_ + threads, State::kLeft));
     for (size_t id = 0; id < kBarriers; ++id) {
       Barrier& barrier = barriers_[id];
       if (barrier.arrived == 0 || barrier.arrived != barrier.expected) continue;
       barrier = {};
       for (size_t i = 0; i < threads; ++i) {
-        if (fibers_[i]->state == State::kAtBarrier && fibers_[i]->barrier == id) fibers_[i]->state = State::kReady;
+        if (states_[i] == State::kAtBarrier && fibers_[i]->barrier == id) states_[i] = State::kReady;
       }
     }
     open_phases(threads);
@@ -203,10 +203,9 @@ class Block {
   void open_phases(size_t threads) {
     if (at_phases_ == 0) return;
     for (size_t i = 0; i < threads; ++i) {
-      Fiber& fiber = *fibers_[i];
-      if (fiber.state != State::kAtPhase) continue;
-      if (!transaction_barrier(fiber.phase_barrier).completed(fiber.parity)) continue;
-      fiber.state = State::kReady;
+      if (states_[i] != State::kAtPhase) continue;
+      if (!transaction_barrier(fibers_[i]->phase_barrier).completed(fibers_[i]->parity)) continue;
+      states_[i] = State::kReady;
       --at_phases_;
     }
   }
@@ -216,8 +215,7 @@ class Block {
     if (landings_.empty()) return false;
     const std::function<void()> landing = std::move(backwards_ ? landings_.back() : landings_.front());
     backwards_ ? landings_.pop_back() : landings_.pop_front();
-    if (std::all_of(fibers_.begin(), fibers_.begin() + static_cast<ptrdiff_t>(threads),
-                    [](const auto& fiber) { return fiber->state == State::kLeft; })) {
+    if (std::count(states_, states_ + threads, State::kLeft) == static_cast<ptrdiff_t>(threads)) {
       fail("all threads have left while a copy to shared memory is on its way");
     }
     landing();
@@ -228,7 +226,7 @@ class Block {
   void report_waiting(size_t threads) {
     for (size_t i = 0; i < threads; ++i) {
       const Fiber& fiber = *fibers_[i];
-      switch (fiber.state) {
+      switch (states_[i]) {
         case State::kAtBarrier:
           fail("thread %zu waits at barrier %zu forever", i, fiber.barrier);
         case State::kAtPhase:
@@ -258,68 +256,68 @@ class Block {
 
   // Until every lane has left, pauses or stands at a barrier.
   void run_warp(size_t warp) {
+    const size_t first = warp * kLanes;
+    State* const states = states_ + first;
     for (;;) {
-      for (size_t i = 0; i < kLanes; ++i) {
-        const size_t thread = warp * kLanes + (backwards_ ? kLanes - 1 - i : i);
-        if (fibers_[thread]->state == State::kReady) resume(thread);
-      }
-      void* mine[kLanes];
-      WarpOperation operation = nullptr;
-      int waiting = 0;
-      const char* name = "";
-      bool some_at_phase = false;
-      for (size_t lane = 0; lane < kLanes; ++lane) {
-        const Fiber& fiber = *fibers_[warp * kLanes + lane];
-        some_at_phase = some_at_phase || fiber.state == State::kAtPhase;
-        if (fiber.state != State::kTogether) continue;
-        if (waiting > 0 && fiber.operation != operation) fail("lanes of a warp at %s and %s", name, fiber.waits_for);
-        operation = fiber.operation;
-        name = fiber.waits_for;
-        mine[lane] = fiber.mine;
-        ++waiting;
-      }
+      step_ = backwards_ ? -1 : 1;
+      next_lane_ = backwards_ ? kLanes - 1 : 0;
+      first_of_warp_ = first;
+      if (__builtin_setjmp(scheduler_) == 0) run_next_lane();
+      const auto waiting = std::count(states, states + kLanes, State::kTogether);
       if (waiting == 0) return;
-      if (waiting != kLanes && some_at_phase) return;  // they come when the phase has completed
-      if (waiting != kLanes) fail("only %d lanes of a warp at %s", waiting, name);
-      if (fibers_[warp * kLanes]->with_group) {
-        for (size_t lane = 0; lane < kLanes; ++lane) fibers_[warp * kLanes + lane]->state = State::kWithGroup;
+      const auto one = static_cast<size_t>(std::find(states, states + kLanes, State::kTogether) - states_);
+      for (size_t i = first; i < first + kLanes; ++i) {
+        if (states_[i] != State::kTogether || operations_[i] == operations_[one]) continue;
+        fail("lanes of a warp at %s and %s", fibers_[one]->waits_for, fibers_[i]->waits_for);
+      }
+      if (waiting != kLanes) {
+        // They come when the phase has completed.
+        if (std::find(states, states + kLanes, State::kAtPhase) != states + kLanes) return;
+        fail("only %d lanes of a warp at %s", static_cast<int>(waiting), fibers_[one]->waits_for);
+      }
+      if (fibers_[first]->with_group) {
+        std::fill_n(states, kLanes, State::kWithGroup);
         if (!run_group(warp / kWarpsOfGroup)) return;
         continue;
       }
-      operation(mine);
-      for (size_t lane = 0; lane < kLanes; ++lane) fibers_[warp * kLanes + lane]->state = State::kReady;
+      operations_[first](mine_ + first);
+      std::fill_n(states, kLanes, State::kReady);
     }
+  }
+
+  // Of the warp that is running, until there is none: then the scheduler goes on.
+  [[noreturn]] [[gnu::noinline]] void run_next_lane() {
+    for (; next_lane_ >= 0 && next_lane_ < kLanes; next_lane_ += step_) {
+      const size_t thread = first_of_warp_ + static_cast<size_t>(next_lane_);
+      if (states_[thread] != State::kReady) continue;
+      next_lane_ += step_;
+      current_ = thread;
+      Fiber& fiber = *fibers_[thread];
+      threadIdx = fiber.index;
+      if (fiber.started) __builtin_longjmp(fiber.place, 1);
+      start(fiber);
+    }
+    __builtin_longjmp(scheduler_, 1);
   }
 
   // The operation for which all warps of a warpgroup wait. False unless all of them do.
   bool run_group(size_t group) {
-    void* mine[kWarpgroup];
     const size_t first = group * kWarpgroup;
     if (first + kWarpgroup > threads_of_block()) fail("an operation of a warpgroup in one that is not whole");
-    for (size_t lane = 0; lane < kWarpgroup; ++lane) {
-      const Fiber& fiber = *fibers_[first + lane];
-      if (fiber.state != State::kWithGroup) return false;
-      if (fiber.operation != fibers_[first]->operation) {
-        fail("warps of a warpgroup at %s and another %s", fibers_[first]->waits_for, fiber.waits_for);
+    for (size_t i = first; i < first + kWarpgroup; ++i) {
+      if (states_[i] != State::kWithGroup) return false;
+      if (operations_[i] != operations_[first]) {
+        fail("warps of a warpgroup at %s and another %s", fibers_[first]->waits_for, fibers_[i]->waits_for);
       }
-      mine[lane] = fiber.mine;
     }
-    fibers_[first]->operation(mine);
-    for (size_t lane = 0; lane < kWarpgroup; ++lane) fibers_[first + lane]->state = State::kReady;
+    operations_[first](mine_ + first);
+    std::fill_n(states_ + first, kWarpgroup, State::kReady);
     return true;
   }
 
   size_t threads_of_block() const { return size_t{grid_->threads.x} * grid_->threads.y * grid_->threads.z; }
 
-  void resume(size_t index) {
-    Fiber& fiber = *fibers_[index];
-    current_ = index;
-    threadIdx = fiber.index;
-    if (__builtin_setjmp(scheduler_) == 0) enter(fiber);
-  }
-
-  [[noreturn]] [[gnu::noinline]] void enter(Fiber& fiber) {
-    if (fiber.started) go_on(fiber.place);
+  [[noreturn]] [[gnu::noinline]] void start(Fiber& fiber) {
     fiber.started = true;
     fiber.stack = map_pages(kStackBytes);
     ucontext_t context;
@@ -354,9 +352,15 @@ class Block {
   const Grid* grid_ = nullptr;
   const std::function<void()>* body_ = nullptr;
   std::vector<std::unique_ptr<Fiber>> fibers_;
+  // Of all threads; the operation and what the thread brings to it while it waits for its warp or warpgroup.
+  State states_[kMostThreads];
+  WarpOperation operations_[kMostThreads];
+  void* mine_[kMostThreads];
   Barrier barriers_[kBarriers];
   bool backwards_ = false;  // the order of warps and lanes
   size_t current_ = 0;
+  size_t first_of_warp_ = 0;  // of the running one
+  int next_lane_ = 0, step_ = 1;
   std::deque<std::function<void()>> landings_;
   size_t at_phases_ = 0;  // threads
   Place scheduler_;
@@ -389,21 +393,12 @@ void run(const Grid& grid, const std::function<void()>& body) {
   }
 }
 
-namespace {
-
-void meet(const char* name, WarpOperation operation, void* mine, bool with_group) {
-  Fiber& fiber = Block::instance().current();
-  fiber.waits_for = name;
-  fiber.operation = operation;
-  fiber.mine = mine;
-  fiber.with_group = with_group;
-  Block::instance().stop(State::kTogether);
+void together(const char* name, WarpOperation operation, void* mine) {
+  Block::instance().meet(name, operation, mine, false);
 }
-
-}  // namespace
-
-void together(const char* name, WarpOperation operation, void* mine) { meet(name, operation, mine, false); }
-void warpgroup_together(const char* name, WarpOperation operation, void* mine) { meet(name, operation, mine, true); }
+void warpgroup_together(const char* name, WarpOperation operation, void* mine) {
+  Block::instance().meet(name, operation, mine, true);
+}
 
 int elected_lane() { return Block::instance().elected_lane(); }
 

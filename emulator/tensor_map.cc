@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string_view>
 
@@ -89,21 +90,24 @@ uint32_t box_bytes(const TensorMapData& map) {
 }
 
 void for_each_in_box(const TensorMapData& map, const int* place, uint32_t start,
-                     const std::function<void(uint32_t shared, char* global)>& visit) {
-  const uint32_t bytes = box_bytes(map);
-  for (uint32_t offset = 0; offset < bytes; offset += map.element_bytes) {
-    uint32_t rest = offset / map.element_bytes;
-    char* global = map.data;
-    bool inside = true;
-    for (int i = 0; i < map.rank; ++i) {
+                     const std::function<void(uint32_t shared, char* global, uint32_t inside)>& visit) {
+  const uint32_t bytes = box_bytes(map), row = map.box[0] * uint32_t{map.element_bytes};
+  const int64_t row_inside = (int64_t{map.last[0]} + 1 - place[0]) * map.element_bytes;
+  for (uint32_t offset = 0; offset < bytes; offset += kSegment) {
+    const uint32_t along_row = offset % row;
+    uint32_t rest = offset / row;
+    char* global = map.data + int64_t{place[0]} * map.element_bytes + along_row;
+    int64_t inside = row_inside - int64_t{along_row};
+    for (int i = 1; i < map.rank; ++i) {
       const uint32_t count = count_along(map, i);
       const int64_t at = place[i] + int64_t{rest % count} * map.steps[i];
       rest /= count;
-      inside = inside && at >= 0 && at <= int64_t{map.last[i]};
+      if (at > int64_t{map.last[i]}) inside = 0;
       global += at * static_cast<int64_t>(map.strides[i]);
     }
     const uint32_t plain = start + offset;
-    visit(plain ^ ((plain >> 7 & map.swizzled_bits) << 4), inside ? global : nullptr);
+    visit(plain ^ ((plain >> 7 & map.swizzled_bits) << 4), global,
+          static_cast<uint32_t>(std::clamp<int64_t>(inside, 0, kSegment)));
   }
 }
 

@@ -25,9 +25,12 @@ const TensorMapData& data_of(const CUtensorMap& map);
 // Of the box, as it lies in shared memory.
 uint32_t box_bytes(const TensorMapData& map);
 
-// visit(shared, global) for every element of the box at `place`: addresses of its bytes, `global` null outside of the
-// tensor. `start` is where the box begins in shared memory.
+// What the patterns of shared memory leave together.
+inline constexpr uint32_t kSegment = 16;  // bytes
+
+// visit(shared, global, inside) for every segment of the box at `place`, which begins inside of the tensor: where it lies,
+// and how many of its bytes, the first ones, are the tensor's. `start` is where the box begins in shared memory.
 void for_each_in_box(const TensorMapData& map, const int* place, uint32_t start,
-                     const std::function<void(uint32_t shared, char* global)>& visit);
+                     const std::function<void(uint32_t shared, char* global, uint32_t inside)>& visit);
 
 }  // namespace emulator

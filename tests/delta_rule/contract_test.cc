@@ -108,7 +108,7 @@ TEST_P(Contract, AGateThatIsNotANumberArrives) {
 }
 
 TEST_P(Contract, SameBitsFromChunkStates) {
-  for (const DeltaRuleSpec& spec : specs(GetParam(), 200)) {
+  for (const DeltaRuleSpec& spec : specs(GetParam(), emulated() ? 133 : 200)) {
     expect_same_from_chunk_states(draw(spec, 84), spec.options.chunk_size);
   }
 }

@@ -68,14 +68,14 @@ class DeltaRuleGrid : public GridOf<DeltaRuleCase> {
       add("widths", spec(70, K, V), {double(K), double(V)});
       add("one_token", with_batch(with_heads(spec(1, K, V), 2, 2), 3), {double(K), double(V)}).modes = {Mode::kStep};
     }
-    add("long", spec(reduced() ? 200 : 1024, 128, 128));
+    add("long", spec(emulated() ? 130 : reduced() ? 200 : 1024, 128, 128));
     for (const std::vector<int64_t>& lengths : std::vector<std::vector<int64_t>>{{}, {70, 0, 1, 64}}) {
       DeltaRuleSpec one = lengths.empty() ? with_batch(spec(70, 72, 80), 2) : with_lengths(spec(0, 128, 96), lengths);
       one.dtype = DType::kBF16;
       add("wide_16bit", one, {double(lengths.size())});
     }
     for (double group : {2, 3}) {
-      DeltaRuleSpec one = with_batch(with_heads(spec(67, 20, 36), 2, int64_t(group)), 2);
+      DeltaRuleSpec one = with_batch(with_heads(spec(67, 20, 36), 2, int64_t(group)), few_);
       add("groups", one, {group});
       one.options.qk_l2norm = true;
       add("groups_l2norm", one, {group});
@@ -103,9 +103,9 @@ class DeltaRuleGrid : public GridOf<DeltaRuleCase> {
 
   void add_options() {
     const bool per_channel = gate_ == Gate::kPerChannel;
-    for (int64_t T : {130, 1, 2}) {
+    for (int64_t T : {chunks_, int64_t{1}, int64_t{2}}) {
       for (int variant = 0; variant < 6; ++variant) {
-        DeltaRuleSpec one = with_batch(with_heads(spec(T, 36, 20), 1, 2), 2);
+        DeltaRuleSpec one = with_batch(with_heads(spec(T, 36, 20), 1, 2), few_);
         one.options.qk_l2norm = true;
         one.options.state_v_first = T < 3 && variant % 2 == 1;
         one.options.beta_sigmoid = variant >= 1;
@@ -120,7 +120,7 @@ class DeltaRuleGrid : public GridOf<DeltaRuleCase> {
       }
     }
     for (double divisor : {1.0, 0.1}) {
-      DeltaRuleSpec one = spec(130, 36, 20);
+      DeltaRuleSpec one = spec(chunks_, 36, 20);
       one.options.safe_gate = true;
       one.gate_divisor = divisor;
       if (per_channel) add("safe_gate", one, {divisor});
@@ -148,16 +148,16 @@ class DeltaRuleGrid : public GridOf<DeltaRuleCase> {
 
   void add_gates() {
     for (double divisor : {0.01, 0.1, 10.0, 1000.0}) {
-      DeltaRuleSpec one = spec(130, 36, 20);
+      DeltaRuleSpec one = spec(chunks_, 36, 20);
       one.gate_divisor = divisor;
       add("gates_over", one, {divisor});
     }
     for (double fraction : {0.1, 0.5, 1.0}) {
-      DeltaRuleSpec one = spec(130, 36, 20);
+      DeltaRuleSpec one = spec(chunks_, 36, 20);
       one.hard_gate_fraction = fraction;
       add("hard_gates", one, {fraction});
     }
-    add("open_gates", spec(130, 36, 20)).change = [](DeltaRuleCase& x) { x.g.fill(0); };
+    add("open_gates", spec(chunks_, 36, 20)).change = [](DeltaRuleCase& x) { x.g.fill(0); };
     // Open gates, under which distant tokens meet; and where the decay of 16 tokens is just above what a 16-bit operand
     // holds, and just below.
     for (DType dtype : {DType::kBF16, DType::kF16}) {
@@ -219,6 +219,10 @@ class DeltaRuleGrid : public GridOf<DeltaRuleCase> {
   }
 
   Gate gate_;
+  // Where only options differ: several chunks and rows, of which the emulator has time for the fewest. Lengths and packed
+  // sequences have more.
+  int64_t chunks_ = emulated() ? 70 : 130;  // tokens
+  int64_t few_ = emulated() ? 1 : 2;        // rows
 };
 
 }  // namespace fastweight::test

@@ -7,7 +7,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <vector>
 
 #include "fastweight/tensor.h"
 #include "products.h"
@@ -38,74 +37,9 @@ inline uint16_t element(void* const* lanes, int i, int row, int column) {
 
 inline uint32_t pair_of(uint32_t low, uint32_t high) { return low | high << 16; }
 
-inline float decode_fp16(uint32_t bits) {
-  static const std::vector<float> values = [] {
-    std::vector<float> all(65536);
-    for (uint32_t i = 0; i < all.size(); ++i) all[i] = __half2float(__ushort_as_half(static_cast<unsigned short>(i)));
-    return all;
-  }();
-  return values[bits];
-}
-
 template <DType kType>
-float decode(uint32_t bits) {
-  return kType == DType::kBF16 ? __uint_as_float(bits << 16) : decode_fp16(bits);
-}
-
-// The tensor cores add exact products and cut off what a float does not hold.
-inline float cut(double sum) {
-  const auto nearest = static_cast<float>(sum);
-  const bool too_far = std::fabs(static_cast<double>(nearest)) > std::fabs(sum) && std::isfinite(nearest);
-  return __uint_as_float(__float_as_uint(nearest) - too_far);
-}
-
-struct Product {
-  float* c;
-  const uint32_t* a;
-  uint32_t b[2];
-};
-
-// c += a b into the C fragments of all lanes.
-template <int kInner>
-void accumulate(void* const* lanes, const double (&a)[16][kInner], const double (&b)[kInner][8]) {
-  double c[16][8];
-  const auto for_each_element = [&](const auto& visit) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const int g = lane / 4, t = lane % 4;
-      float* own = static_cast<const Product*>(lanes[lane])->c;
-      for (int i = 0; i < 4; ++i) visit(own[i], c[g + i / 2 * 8][2 * t + i % 2]);
-    }
-  };
-  for_each_element([](float own, double& sum) { sum = own; });
-  emulator::add_product(c[0], a[0], b[0], kInner);
-  for_each_element([](float& own, double sum) { own = cut(sum); });
-}
-
-template <DType kType>
-void multiply(void* const* lanes) {
-  double a[16][16], b[16][8];
-  for (int lane = 0; lane < kLanes; ++lane) {
-    const auto& p = *static_cast<const Product*>(lanes[lane]);
-    const int g = lane / 4, t = lane % 4;
-    for (int half = 0; half < 2; ++half) {
-      const int shift = 16 * half;
-      for (int i = 0; i < 4; ++i) a[g + i % 2 * 8][2 * t + i / 2 * 8 + half] = decode<kType>(p.a[i] >> shift & 0xffff);
-      for (int i = 0; i < 2; ++i) b[2 * t + 8 * i + half][g] = decode<kType>(p.b[i] >> shift & 0xffff);
-    }
-  }
-  accumulate(lanes, a, b);
-}
-
-inline void multiply_tf32(void* const* lanes) {
-  double a[16][8], b[8][8];
-  const auto upper_bits = [](uint32_t bits) { return __uint_as_float(bits & 0xffffe000u); };
-  for (int lane = 0; lane < kLanes; ++lane) {
-    const auto& p = *static_cast<const Product*>(lanes[lane]);
-    const int g = lane / 4, t = lane % 4;
-    for (int i = 0; i < 4; ++i) a[g + i % 2 * 8][t + i / 2 * 4] = upper_bits(p.a[i]);
-    for (int i = 0; i < 2; ++i) b[t + 4 * i][g] = upper_bits(p.b[i]);
-  }
-  accumulate(lanes, a, b);
+constexpr emulator::Element element_of() {
+  return kType == DType::kBF16 ? emulator::Element::kBF16 : emulator::Element::kFP16;
 }
 
 }  // namespace emulated
@@ -199,13 +133,13 @@ inline uint32_t transpose_8x8(uint32_t pair) {
 
 template <DType kType>
 void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  emulated::Product mine{c, a, {b0, b1}};
-  emulator::together("mma", emulated::multiply<kType>, &mine);
+  emulator::Product mine{c, a, {b0, b1}};
+  emulator::together("mma", emulator::multiply<emulated::element_of<kType>()>, &mine);
 }
 
 inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  emulated::Product mine{c, a, {b0, b1}};
-  emulator::together("mma.tf32", emulated::multiply_tf32, &mine);
+  emulator::Product mine{c, a, {b0, b1}};
+  emulator::together("mma.tf32", emulator::multiply_tf32, &mine);
 }
 
 template <DType kType>

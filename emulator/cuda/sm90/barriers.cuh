@@ -10,6 +10,15 @@
 
 namespace fastweight::cuda {
 
+namespace emulated {
+
+inline emulator::TransactionBarrier& barrier_at(uint32_t address) {
+  return *static_cast<emulator::TransactionBarrier*>(
+      emulator::shared_pointer(address, sizeof(emulator::TransactionBarrier)));
+}
+
+}  // namespace emulated
+
 template <class T>
 T& aligned_shared() {
   static_assert(alignof(T) == 1024);
@@ -19,19 +28,16 @@ T& aligned_shared() {
 struct TransactionBarrier {
   uint64_t word;
 
-  void init(uint32_t arrivals) { emulated().init(arrivals); }
-  void arrive() { emulated().arrive(); }
+  void init(uint32_t arrivals) { barrier().init(arrivals); }
+  void arrive() { barrier().arrive(); }
   void arrive_expecting(uint32_t bytes) {
-    emulated().expect(bytes);
-    emulated().arrive();
+    barrier().expect(bytes);
+    barrier().arrive();
   }
   void wait(uint32_t parity) { emulator::wait_for_phase(shared_address(&word), parity % 2 != 0); }
 
  private:
-  emulator::TransactionBarrier& emulated() {
-    return *static_cast<emulator::TransactionBarrier*>(
-        emulator::shared_pointer(shared_address(&word), sizeof(emulator::TransactionBarrier)));
-  }
+  emulator::TransactionBarrier& barrier() { return emulated::barrier_at(shared_address(&word)); }
 };
 
 inline void fence_barrier_init() {}

@@ -17,8 +17,8 @@
 namespace fastweight::cuda {
 namespace emulated {
 
-inline unsigned char* shared_byte(uint32_t address, size_t bytes) {
-  return static_cast<unsigned char*>(emulator::shared_pointer(address, bytes));
+inline unsigned char* shared_segment(uint32_t address) {
+  return static_cast<unsigned char*>(emulator::shared_pointer(address, emulator::kSegment));
 }
 
 inline void check_box(const emulator::TensorMapData& map, int rank, const int* place, uint32_t shared) {
@@ -37,17 +37,18 @@ template <int kRank>
 void load_box(uint32_t to, const TensorMap& map, const int (&place)[kRank], TransactionBarrier& barrier) {
   const emulator::TensorMapData data = emulator::data_of(map);
   emulated::check_box(data, kRank, place, to);
-  const size_t bytes = data.element_bytes;
-  emulator::for_each_in_box(
-      data, place, to, [&](uint32_t shared, char*) { std::memset(emulated::shared_byte(shared, bytes), 0xff, bytes); });
+  emulator::for_each_in_box(data, place, to, [](uint32_t shared, char*, uint32_t) {
+    std::memset(emulated::shared_segment(shared), 0xff, emulator::kSegment);
+  });
   std::vector<int> at(place, place + kRank);
   const uint32_t tells = shared_address(&barrier.word);
   emulator::begin_landing([=] {
-    emulator::for_each_in_box(data, at.data(), to, [&](uint32_t shared, const char* global) {
-      unsigned char* byte = emulated::shared_byte(shared, bytes);
-      global == nullptr ? std::memset(byte, 0, bytes) : std::memcpy(byte, global, bytes);
+    emulator::for_each_in_box(data, at.data(), to, [](uint32_t shared, const char* global, uint32_t inside) {
+      unsigned char* segment = emulated::shared_segment(shared);
+      std::memcpy(segment, global, inside);
+      std::memset(segment + inside, 0, emulator::kSegment - inside);
     });
-    reinterpret_cast<emulator::TransactionBarrier*>(emulated::shared_byte(tells, 8))->complete(box_bytes(data));
+    emulated::barrier_at(tells).complete(box_bytes(data));
   });
 }
 
@@ -56,13 +57,13 @@ inline void load_bytes(uint32_t to, const void* from, uint32_t bytes, Transactio
     emulator::fail("a copy of bytes that is not aligned to 16");
   }
   const auto write = [=](const auto& segment) {
-    for (uint32_t i = 0; i < bytes; i += 16) segment(emulated::shared_byte(to + i, 16), i);
+    for (uint32_t i = 0; i < bytes; i += 16) segment(emulated::shared_segment(to + i), i);
   };
   write([](unsigned char* segment, uint32_t) { std::memset(segment, 0xff, 16); });
   const uint32_t tells = shared_address(&barrier.word);
   emulator::begin_landing([=] {
     write([&](unsigned char* segment, uint32_t i) { std::memcpy(segment, static_cast<const char*>(from) + i, 16); });
-    reinterpret_cast<emulator::TransactionBarrier*>(emulated::shared_byte(tells, 8))->complete(bytes);
+    emulated::barrier_at(tells).complete(bytes);
   });
 }
 
@@ -72,11 +73,10 @@ void store_box(const TensorMap& map, const int (&place)[kRank], uint32_t from) {
   emulated::check_box(data, kRank, place, from);
   const std::vector<int> at(place, place + kRank);
   std::vector<unsigned char> content;  // in the order of the visits
-  const size_t bytes = data.element_bytes;
   const auto read = [=](std::vector<unsigned char>& into) {
-    emulator::for_each_in_box(data, at.data(), from, [&](uint32_t shared, char*) {
-      const unsigned char* byte = emulated::shared_byte(shared, bytes);
-      into.insert(into.end(), byte, byte + bytes);
+    emulator::for_each_in_box(data, at.data(), from, [&](uint32_t shared, char*, uint32_t) {
+      const unsigned char* segment = emulated::shared_segment(shared);
+      into.insert(into.end(), segment, segment + emulator::kSegment);
     });
   };
   read(content);
@@ -88,9 +88,9 @@ void store_box(const TensorMap& map, const int (&place)[kRank], uint32_t from) {
       },
       [=] {
         const unsigned char* next = content.data();
-        emulator::for_each_in_box(data, at.data(), from, [&](uint32_t, char* global) {
-          if (global != nullptr) std::memcpy(global, next, bytes);
-          next += bytes;
+        emulator::for_each_in_box(data, at.data(), from, [&](uint32_t, char* global, uint32_t inside) {
+          std::memcpy(global, next, inside);
+          next += emulator::kSegment;
         });
       });
 }
