@@ -271,7 +271,11 @@ struct ScoreGroup {
   __device__ __forceinline__ void run() const {
     Turn turn;
     clear_scores();
-    for (int c = 0; c < s.work.walk.chunks; ++c, turn.next()) make_scores(c, turn);
+    for (int c = 0; c < s.work.walk.chunks; ++c, turn.next()) {
+      // No address is computed before the loop and kept: registers are short.
+      const ScoreGroup anew{args, maps, s, warp, opaque_below<kWarpSize>(lane)};
+      anew.make_scores(c, turn);
+    }
     if (keeps() && lane == 0) wait_stores_read<0>();
   }
 };
