@@ -2,8 +2,8 @@
 // for the equations, and ../chunk_16bit/gradients_per_channel.cuh for the sums X and F of tiles of 16 tokens, the rows
 // that rise and fall in them, and why dg may be taken from them: this kernel computes the same where all tiles are mild.
 //
-// A block takes one pair of a chunk and a key head after the other, and of each the value heads of the group. One warp
-// brings operands by TMA while four warpgroups work on a head. Each has one side, 64 channels or value columns, of one half
+// A block takes one pair of a chunk and a key head after the other, and of each the value heads of the group. Other warps
+// bring operands by TMA while four warpgroups work on a head. Each has one side, 64 channels or value columns, of one half
 // of the tokens:
 //
 //     1   of its value columns and tokens:       R^T = bD^T J^T,   bD^T = beta (v^T - S^T reader^T), what its rounding took
@@ -21,8 +21,8 @@
 //
 // with c_i the sum of log2 of the decays of a tile through token i, and after the last token dg = e_n <S, G> + what all
 // tokens wrote to the state after the chunk. Channels are the rows of all sums from step 3 on: a thread has two channels
-// of 8 tokens of X_q, X_k and F, and what is computed of them stays in its registers. Two warpgroups with 64 tokens each took
-// the same instructions, but had twice the code and half the warps to run while others wait.
+// of 8 tokens of X_q, X_k and F, and what is computed of them stays in its registers. Two warpgroups with 64 tokens each, in
+// twice the registers, would have twice the code, 86 KB that run once for a head, and half the warps to run while others wait.
 //
 // c has an error below 2^-17 of it, so that no power of c is further off than half the rounding of an operand. dg runs
 // through the whole chunk; per token the argument for a tile holds for a chunk of mild tiles as well: its error is some
