@@ -1,8 +1,8 @@
 // What the gradients with a decay per channel (gradients_per_channel.cuh) have in shared memory, and the warps that serve the
-// four warpgroups: one brings the operands, one asks for the gates.
+// four warpgroups: three bring the operands, one asks for the gates.
 #pragma once
 
-#include "cuda/delta_rule/chunk_sm90/gradients.cuh"
+#include "cuda/delta_rule/chunk_sm90/gradient_operands.cuh"
 #include "cuda/delta_rule/chunk_sm90/gradients_per_channel.h"
 #include "cuda/delta_rule/chunk_sm90/scan_per_channel.cuh"
 

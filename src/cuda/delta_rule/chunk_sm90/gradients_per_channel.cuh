@@ -22,7 +22,7 @@
 // with c_i the sum of log2 of the decays of a tile through token i, and after the last token dg = e_n <S, G> + what all
 // tokens wrote to the state after the chunk. Channels are the rows of all sums from step 3 on: a thread has two channels
 // of 8 tokens of X_q, X_k and F, and what is computed of them stays in its registers. Two warpgroups with 64 tokens each, in
-// twice the registers, would have twice the code, 86 KB that run once for a head, and half the warps to run while others wait.
+// twice the registers, would have more code to fetch, which runs once for a head, and half the warps to run while others wait.
 //
 // c has an error below 2^-17 of it, so that no power of c is further off than half the rounding of an operand. dg runs
 // through the whole chunk; per token the argument for a tile holds for a chunk of mild tiles as well: its error is some
@@ -32,6 +32,7 @@
 // A pair of a chunk and a key head with a strong tile, of any value head, is left to chunk_16bit's kernel.
 #pragma once
 
+#include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_sm90/gradient_gates.cuh"
 
 namespace fastweight::cuda::chunk_sm90 {

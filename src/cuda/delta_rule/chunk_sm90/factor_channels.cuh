@@ -1,0 +1,193 @@
+// Of the factors with a decay per channel (factors_per_channel.cu): the pair of a chunk and a value head that a block has, its
+// shared memory, and what of it belongs to a thread, four channels of eight rows.
+#pragma once
+
+#include "cuda/delta_rule/chunk_sm90/factor_steps.cuh"
+#include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
+
+namespace fastweight::cuda::chunk_sm90 {
+namespace {
+
+using chunk_16bit::ChunkFactors;
+
+constexpr int kRows = 16;  // of a tile
+constexpr int kTiles = kChunkRows / kRows;
+constexpr int kOwnRows = 8, kOwnChannels = 4;  // of a thread
+constexpr int kBoxColumns = KeyTile<kMostK>::kPanelColumns;
+
+// For a padded K.
+template <int kK>
+inline constexpr int kThreads = kChunkRows / kOwnRows* kK / kOwnChannels;
+template <int kK>
+inline constexpr int kWarps = kThreads<kK> / kWarpSize;
+template <int kK>
+inline constexpr int kBlocksOnOne = kK == 64 ? 4 : 3;  // multiprocessor
+// A warp has so many of the eight tiles on the diagonals of k and q, or of A and sP.
+template <int kK>
+inline constexpr int kTurns = 2 * kTiles / kWarps<kK>;
+
+template <int kK>
+using KeyMemory = unsigned char[KeyTile<kK>::kBytes];
+
+// The pair of a chunk and a value head that a block has. One thread finds it, and all others wait: for a fixed length
+// without divisions of 64 bits, and without most of the others where there is one sequence.
+struct Item {
+  ChunkSpan span;  // of no sequence: there is no such chunk
+  int head, tokens;
+  int64_t factors;
+};
+
+__device__ __forceinline__ Item item_of_block(const ChunkArgs& args) {
+  const uint32_t HV = static_cast<uint32_t>(args.problem.num_value_heads), slot = blockIdx.x / HV;
+  const bool fixed = args.chunked.sequences.offsets == nullptr;
+  Item item;
+  item.head = static_cast<int>(blockIdx.x - slot * HV);
+  if (fixed) {
+    const uint32_t width = static_cast<uint32_t>(args.window.width()), row = slot < width ? 0 : slot / width;
+    const int64_t C = args.chunked.chunk_size, position = args.window.begin + (slot - row * width);
+    const int64_t begin = position * C;
+    item.span = {row, row, begin, min(args.chunked.sequences.tokens - begin, C), position};
+    item.factors = args.factors_of_window ? blockIdx.x : (row * args.window.row + position) * HV + item.head;
+  } else {
+    const int64_t chunk = args.window.chunk_in(slot);
+    item.span = chunk_at(args.chunked, chunk);
+    item.factors = args.factors_at(chunk) + item.head;
+  }
+  item.tokens = static_cast<int>(item.span.length);
+  return item;
+}
+
+template <int kK>
+struct alignas(1024) Shared {
+  KeyMemory<kK> k;  // then rising
+  KeyMemory<kK> q;  // then rising
+  union {
+    struct {
+      KeyMemory<kK> falling;  // the gates, before
+      InverseScratch inverse;
+    };
+    alignas(16) float log2_decay[kChunkRows * kK];  // before, for strong tiles
+  };
+  alignas(16) float total[kTiles * kK];   // c of the tiles
+  alignas(16) float between[kTiles][kK];  // factors of falling rows: 2^c of tiles 1, 2, and of both
+  union {
+    alignas(16) float inverse_decay[kTiles * kK];  // 2^-c
+    alignas(16) float bias[kK];                    // before: of raw gates
+  };
+  float2 on_rows[kChunkRows];  // the factors of k and q: of the norms, and scale
+  float rstd_q[kChunkRows];
+  float beta[kChunkRows];
+  float rate;           // of raw gates
+  bool apart;           // a tile is not mild
+  bool strong[kTiles];  // a tile is strong
+  Item item;
+  TransactionBarrier gates_filled, keys_filled;
+};
+
+// A multiprocessor has 228 KB, of which each block takes one more.
+static_assert(kBlocksOnOne<64> * (sizeof(Shared<64>) + 1024) <= 228 * 1024);
+static_assert(kBlocksOnOne<128> * (sizeof(Shared<128>) + 1024) <= 228 * 1024);
+
+// Where J and sP of an item go.
+template <DType kType>
+__device__ __forceinline__ GlobalResults<kType> results_of(const ChunkArgs& args, int64_t item, int lane) {
+  const int64_t at = item * kChunkRows * kChunkRows;
+  return {args.factors.J + at, args.factors.sP + at, lane};
+}
+
+// The most that c may fall, in log2, of a tile that is not strong: bf16 has the exponents of fp32, enough for 16 tokens with
+// g = -5; fp16 has few. And of a mild one: four of them together no more than that.
+template <DType kType>
+inline constexpr float kStrong = kType == DType::kBF16 ? -117.0f : -4.0f;
+template <DType kType>
+inline constexpr float kMild = kStrong<kType> / kTiles;
+
+// The number of this lane, of which nothing is kept for later: registers are short.
+__device__ __forceinline__ int lane_anew() {
+  return opaque_below<kWarpSize>(static_cast<int>(threadIdx.x) % kWarpSize);
+}
+
+// What a thread has: four channels of rows [top, top + 8), the upper or lower half of a tile. A warp has a panel of a tile.
+template <int kK>
+struct Place {
+  uint32_t tile, half, channel, top;
+
+  __device__ __forceinline__ Place() {
+    constexpr uint32_t kPanels = KeyTile<kK>::kPanels, kLanes = KeyTile<kK>::kPanelColumns / kOwnChannels;
+    const auto warp = static_cast<uint32_t>(uniform_warp()), lane = static_cast<uint32_t>(lane_anew());
+    tile = warp / kPanels;
+    half = lane / kLanes;
+    channel = warp % kPanels * KeyTile<kK>::kPanelColumns + lane % kLanes * kOwnChannels;
+    top = kRows * tile + kOwnRows * half;
+  }
+};
+
+// Where KeyTile has a channel of a row.
+template <int kK>
+__device__ __forceinline__ uint32_t key_offset(uint32_t row, uint32_t channel) {
+  constexpr uint32_t kColumns = KeyTile<kK>::kPanelColumns;
+  return channel / kColumns * KeyTile<kK>::kPanelBytes + row * KeyTile<kK>::kRowBytes +
+         ((channel % kColumns / 8 ^ row % 8) * 16) + channel % 8 * 2;
+}
+// Of row `top + i` of a thread: i is below the power of two that divides top.
+template <int kK>
+__device__ __forceinline__ uint32_t key_offset(const Place<kK>& own, uint32_t i) {
+  return (key_offset<kK>(own.top, own.channel) ^ i * 16) + i * KeyTile<kK>::kRowBytes;
+}
+__device__ __forceinline__ uint2& four_at(unsigned char* rows, uint32_t offset) {
+  return *reinterpret_cast<uint2*>(rows + offset);
+}
+__device__ __forceinline__ float4& four_at(float* numbers) { return *reinterpret_cast<float4*>(numbers); }
+
+// Of four channels.
+__device__ __forceinline__ float4 all_four(float x) { return make_float4(x, x, x, x); }
+__device__ __forceinline__ float4 operator*(float4 a, float4 b) {
+  return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
+}
+__device__ __forceinline__ float4 operator*(float a, float4 b) { return all_four(a) * b; }
+__device__ __forceinline__ float4 operator+(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+__device__ __forceinline__ float4 operator-(float4 a) { return make_float4(-a.x, -a.y, -a.z, -a.w); }
+__device__ __forceinline__ float4 operator-(float4 a, float4 b) { return a + -b; }
+__device__ __forceinline__ float4 fmaf(float a, float4 b, float4 c) {
+  return make_float4(::fmaf(a, b.x, c.x), ::fmaf(a, b.y, c.y), ::fmaf(a, b.z, c.z), ::fmaf(a, b.w, c.w));
+}
+__device__ __forceinline__ float4 exp2_approx(float4 x) {
+  using fastweight::cuda::exp2_approx;
+  return make_float4(exp2_approx(x.x), exp2_approx(x.y), exp2_approx(x.z), exp2_approx(x.w));
+}
+// Of the other half of the tile.
+__device__ __forceinline__ float4 other_half(float4 x) {
+  constexpr int kHalf = kWarpSize / 2;
+  return make_float4(__shfl_xor_sync(kAllLanes, x.x, kHalf), __shfl_xor_sync(kAllLanes, x.y, kHalf),
+                     __shfl_xor_sync(kAllLanes, x.z, kHalf), __shfl_xor_sync(kAllLanes, x.w, kHalf));
+}
+__device__ __forceinline__ float least(float4 x) { return fminf(fminf(x.x, x.y), fminf(x.z, x.w)); }
+template <DType kType>
+__device__ __forceinline__ uint2 pack(float4 x) {
+  using fastweight::cuda::pack;
+  return make_uint2(pack<kType>(x.x, x.y), pack<kType>(x.z, x.w));
+}
+template <DType kType>
+__device__ __forceinline__ float4 unpack(uint2 words) {
+  using fastweight::cuda::unpack;
+  const float2 low = unpack<kType>(words.x), high = unpack<kType>(words.y);
+  return make_float4(low.x, low.y, high.x, high.y);
+}
+
+// Running sums over a thread's rows; log2 of the decays is `unit` times them.
+struct Sums {
+  float4 c[kOwnRows];
+  float unit = 1;
+
+  __device__ __forceinline__ float4 total() const { return unit * c[kOwnRows - 1]; }
+  // c of the tile where the thread's rows begin.
+  __device__ __forceinline__ float4 first(uint32_t half) const {
+    const float4 other = other_half(total());
+    return half == 0 ? all_four(0) : other;
+  }
+};
+
+}  // namespace
+}  // namespace fastweight::cuda::chunk_sm90
