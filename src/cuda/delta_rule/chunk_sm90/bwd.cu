@@ -100,7 +100,7 @@ void gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args
                           rows_of(call.dk),
                           of.J,
                           of.sP,
-                          states_map(args, columns, problem.sizes.batch),
+                          states_map(args.S, args.S_width, args.chunk, columns),
                           of.G,
                           of.Y};
   call.in.k.dtype == DType::kBF16 ? launch_gradients<DType::kBF16>(args, maps, blocks, context)
@@ -157,7 +157,7 @@ void channel_gradients(const DeltaRuleBackwardProblem& problem, const GradientAr
                                  rows_of(call.dk),
                                  copies_map(args.chunk.factors.keys, dtype, 128, items_of(args.chunk).factors),
                                  of.J,
-                                 states_map(args, 128, problem.sizes.batch),
+                                 states_map(args.S, args.S_width, args.chunk, 128),
                                  of.G,
                                  of.Y};
   const int64_t multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, call.in.q.device.index);
@@ -188,21 +188,6 @@ TensorMap rows_map(const uint16_t* matrices, DType dtype, int rows, int columns,
                      .strides = {1, columns, int64_t{columns} * rows},
                      .box = {64, 64, 1},
                      .swizzle = Swizzle::k128};
-  return tensor_map(spec);
-}
-
-TensorMap states_map(const GradientArgs& args, int columns, int64_t batch) {
-  const DeviceStates& S = args.S;
-  const ChunkArgs& chunk = args.chunk;
-  const int64_t sizes[5] = {args.S_width, chunk.problem.head_dim_v, chunk.problem.num_value_heads, chunk.state_chunks,
-                            batch};
-  const int64_t strides[5] = {1, S.v_stride, S.outer_strides[2], S.outer_strides[1], S.outer_strides[0]};
-  TensorMapSpec spec{.data = S.data, .dtype = S.dtype, .rank = 5, .box = {64, columns, 1, 1, 1}};
-  for (int i = 0; i < 5; ++i) {
-    spec.sizes[i] = sizes[i];
-    // The stride along a dimension of one element may be anything; the map gets one that it can have.
-    spec.strides[i] = i == 0 || sizes[i] > 1 ? strides[i] : spec.strides[i - 1] * 8;
-  }
   return tensor_map(spec);
 }
 

@@ -72,12 +72,16 @@ std::string declines_widths(const DeltaRuleSizes& sizes, int most_k, int device)
 
 ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkArgs& args) {
   const int64_t items = count_items(args);
-  return {rows_map(in.k),
-          rows_map(in.q),
-          rows_map(in.v),
-          rows_map(o),
-          lower_map(args.factors.J, in.k.dtype, items),
-          lower_map(args.factors.sP, in.k.dtype, items)};
+  ScanMaps maps{};
+  maps.k = rows_map(in.k);
+  maps.q = rows_map(in.q);
+  maps.v = rows_map(in.v);
+  maps.o = rows_map(o);
+  maps.J = lower_map(args.factors.J, in.k.dtype, items);
+  maps.sP = lower_map(args.factors.sP, in.k.dtype, items);
+  maps.has_states = have_states_map(args);
+  if (maps.has_states) maps.states = states_map(args.chunk_states, args.state_width, args, 64);
+  return maps;
 }
 
 ChannelScanMaps channel_scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkArgs& args) {
@@ -85,6 +89,38 @@ ChannelScanMaps channel_scan_maps(const DeltaRuleInputs& in, const TensorView& o
   const int64_t items = count_items(args);
   return {copies_map(args.factors.keys, dtype, padded_k(args.problem.head_dim_k), items), rows_map(in.v), rows_map(o),
           lower_map(args.factors.J, dtype, items), lower_map(args.factors.sP, dtype, items)};
+}
+
+namespace {
+// Of states [B, chunks, HV, V, channels], the last dimension first.
+struct StateDimensions {
+  int64_t sizes[5], strides[5];
+};
+StateDimensions dimensions_of(const DeviceStates& states, int width, const ChunkArgs& args) {
+  const DeltaRuleDeviceProblem& p = args.problem;
+  return {{width, p.head_dim_v, p.num_value_heads, args.state_chunks, count_rows(p.sequences)},
+          {1, states.v_stride, states.outer_strides[2], states.outer_strides[1], states.outer_strides[0]}};
+}
+}  // namespace
+
+bool have_states_map(const ChunkArgs& args) {
+  if (args.state_width == 0) return false;
+  const StateDimensions of = dimensions_of(args.chunk_states, args.state_width, args);
+  for (int i = 0; i < 5; ++i) {
+    if (of.sizes[i] > 1 && of.strides[i] <= 0) return false;
+  }
+  return true;
+}
+
+TensorMap states_map(const DeviceStates& states, int width, const ChunkArgs& args, int columns) {
+  const StateDimensions of = dimensions_of(states, width, args);
+  TensorMapSpec spec{.data = states.data, .dtype = states.dtype, .rank = 5, .box = {64, columns, 1, 1, 1}};
+  for (int i = 0; i < 5; ++i) {
+    spec.sizes[i] = of.sizes[i];
+    // The stride along a dimension of one element may be anything; the map gets one that it can have.
+    spec.strides[i] = i == 0 || of.sizes[i] > 1 ? of.strides[i] : spec.strides[i - 1] * 8;
+  }
+  return tensor_map(spec);
 }
 
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items) {

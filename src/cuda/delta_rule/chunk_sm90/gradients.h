@@ -20,12 +20,9 @@ constexpr int gradients_on_one(int columns) { return columns == 64 ? 2 : 1; }
 struct GradientMaps {
   TensorMap k, q, v, d_o, dq, dk;  // token_map with boxes of 64 x 64; dq and dk unused where nobody wants them
   TensorMap J, sP;                 // lower_map
-  TensorMap S;                     // states_map
+  TensorMap S;                     // states_map of scan.h, boxes of gradient_columns
   TensorMap G, Y;                  // rows_map
 };
-
-// The states before the chunks, in boxes of gradient_columns and 64 channels: {channel, column, head, chunk, batch}.
-TensorMap states_map(const chunk_16bit::GradientArgs& args, int columns, int64_t batch);
 
 size_t gradients_bytes(int padded_k, int columns);  // of shared memory in a block
 

@@ -21,7 +21,13 @@ struct Values {
   float2 on_x[kTokenTiles], beta[kTokenTiles];
 
   __device__ __forceinline__ void load(int m, const ValueTile& values, const float* token, int warp, int lane) {
+    load_rows(m, values, warp, lane);
+    load_numbers(m, token, lane);
+  }
+  __device__ __forceinline__ void load_rows(int m, const ValueTile& values, int warp, int lane) {
     values.load_c_transposed(16 * m, warp, lane, v[m]);
+  }
+  __device__ __forceinline__ void load_numbers(int m, const float* token, int lane) {
 #pragma unroll
     for (int n = 2 * m; n < 2 * m + 2; ++n) {
       on_x[n] = token_pair(token, kOnKeyRead, n, lane);

@@ -4,14 +4,17 @@
 // A block has 128 value columns of one (sequence, value head) or, where that leaves multiprocessors idle, 64. As in
 // chunk_16bit the value side is transposed: S^T [columns x K] stays in the registers of a warpgroup, 64 columns each, as
 // the fp32 sums of the product that advances it and, rounded, as the left operand of those that read it. Right operands
-// lie in shared memory, where TMA brings them, three chunks ahead at most. With 128 columns two warpgroups go through a
-// chunk with five groups of products:
+// lie in shared memory, where TMA brings them. With 128 columns two warpgroups go through a chunk with five groups of
+// products:
 //
-//     X = S^T k^T                    while it runs, o of the chunk before goes to shared memory
-//     O = S^T q^T
-//     X = bD^T J^T                   bD^T = beta (v^T - e X); while it runs, S is scaled by e_n
-//     S = S + (w R)^T k              R^T = X, rounded
-//     O = scale e O + R^T sP^T       while it runs, S is rounded for the next chunk
+//     X = S^T k^T                    while it runs, o of the chunk before goes to shared memory, and S if it is to be saved
+//     O = S^T q^T                    while it runs, v and its numbers come to registers
+//     X = bD^T J^T                   bD^T = beta (v^T - e X); while it runs, S is scaled by e_n, O by scale e
+//     S = S + (w R)^T k              R^T = X, rounded, step by step while the product runs
+//     O = O + R^T sP^T               while it runs, S is rounded for the next chunk
+//
+// q and v are needed until the third product begins, the other operands until the chunk's end: two rings. The latter comes
+// three chunks ahead at most, the former two, which leaves room for the state on its way to memory.
 //
 // With 64 columns there are few heads, and what counts is how long a chunk takes: one warpgroup does the three products
 // that the next chunk waits for, and hands S^T and R^T, rounded, through shared memory to another, which makes O.
@@ -54,8 +57,11 @@ enum class Makes { kMaps, kOutputs, kOutputsAndP };
 // A block has warpgroups that multiply, kGroups of which have the state, one that makes sP if it is to be made, and one more.
 template <int kK, int kGroups, Makes kMakes>
 struct Block {
-  static constexpr int kWidth = kK, kStages = scan_stages(kK);
+  static constexpr int kWidth = kK;
   static constexpr bool kMakesMaps = kMakes == Makes::kMaps, kMakesP = kMakes == Makes::kOutputsAndP;
+  static constexpr bool kSavesByMap =
+      kK == 128 && kGroups == 2 && !kMakesMaps;  // states before chunks may leave by TMA
+  static constexpr int kLateDepth = scan_stages(kK), kEarlyDepth = kSavesByMap ? 2 : kLateDepth;
   static constexpr bool kSplit = kK == 128 && kGroups == 1;  // one warpgroup makes S, another O
   static constexpr bool kHalves = kK == 256;                 // two warpgroups have half of K each
   static_assert(kK == 128 || kGroups == 1);
@@ -72,18 +78,21 @@ struct Block {
   static constexpr int kWorkRegisters =
       (kAllGroups * kEvenRegisters - kScoreRegisters - kOtherRegisters) / kWorkGroups / 8 * 8;
 
-  // The operands of a chunk.
-  struct alignas(1024) Stage {
-    unsigned char k[KeyTile<kK>::kBytes], q[kMakesMaps ? 1024 : KeyTile<kK>::kBytes], v[kGroups][ValueTile::kBytes];
-    unsigned char J[LowerTile::kBytes], sP[kMakesMaps ? 1024 : LowerTile::kBytes];  // no maps need q or sP
+  // The operands of a chunk that are needed until its end, and those that are not.
+  struct alignas(1024) Late {
+    unsigned char k[KeyTile<kK>::kBytes], J[LowerTile::kBytes];
+    unsigned char sP[kMakesMaps ? 1024 : LowerTile::kBytes];  // no maps need q or sP
     float token[kTokenFactors * kChunkRows];
     float row[kRowNumbers * kChunkRows];  // where sP is made
   };
-  static constexpr uint32_t kStageBytes = (kMakesMaps ? 1 : 2) * KeyTile<kK>::kBytes + kGroups * ValueTile::kBytes +
-                                          LowerTile::kBytes + sizeof(Stage::token) + kTotalBytes +
-                                          (kMakesMaps ? 0
-                                           : kMakesP  ? sizeof(Stage::row)
-                                                      : LowerTile::kBytes);
+  struct alignas(1024) Early {
+    unsigned char q[kMakesMaps ? 1024 : KeyTile<kK>::kBytes], v[kGroups][ValueTile::kBytes];
+  };
+  static constexpr uint32_t kLateBytes = KeyTile<kK>::kBytes + LowerTile::kBytes + sizeof(Late::token) + kTotalBytes +
+                                         (kMakesMaps ? 0
+                                          : kMakesP  ? sizeof(Late::row)
+                                                     : LowerTile::kBytes);
+  static constexpr uint32_t kEarlyBytes = (kMakesMaps ? 0 : KeyTile<kK>::kBytes) + kGroups * ValueTile::kBytes;
 
   // What one warpgroup hands to the other, if it does; `there` and `taken` are phases of every chunk.
   template <class Tile>
@@ -92,16 +101,34 @@ struct Block {
     TransactionBarrier there, taken;
   };
 
-  // `filled`: the operands of a chunk are there. `made`: so is sP. `free`: all warps that multiply need them no more.
+  // Where a block is in its rings.
+  struct Turn {
+    RingTurn<kLateDepth> late;
+    RingTurn<kEarlyDepth> early;
+    uint32_t odd = 0;      // the number of the chunk
+    uint32_t leaving = 0;  // that of what leaves next
+
+    __device__ __forceinline__ void next() {
+      late.next();
+      early.next();
+      odd ^= 1;
+    }
+  };
+
+  // `made`: sP of a chunk is there. `there`: what leaves in `o` and `state` is, `taken`: it has left.
   struct alignas(1024) Shared {
-    Stage stage[kStages];
+    Late late[kLateDepth];
+    Early early[kEarlyDepth];
     unsigned char o[kGroups][ValueTile::kBytes];
-    TransactionBarrier o_there, o_taken;
+    unsigned char state[kSavesByMap ? kGroups : 1][kSavesByMap ? StateTile<kK>::kBytes : 1024];
+    TransactionBarrier there, taken;
     Handed<StateTile<kK>> S;
     Handed<WritesTile> R;
-    float total[kStages][4];
+    float total[kLateDepth][4];
     QuerySquares squares[kMakesP ? 2 : 1];
-    TransactionBarrier filled[kStages], made[kStages], free[kStages];
+    RingBarriers<kLateDepth> of_late;
+    RingBarriers<kEarlyDepth> of_early;
+    TransactionBarrier made[kLateDepth];
     ForwardWork work;
     float4 halves[kHalves ? 2 : 1][kHalves ? kTokenTiles : 1]
                  [kHalves ? kGroupThreads : 1];  // of X, then O, of a thread
@@ -109,77 +136,87 @@ struct Block {
   static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 };
 
-// Where a block is in the ring of stages.
-template <int kStages>
-struct Turn {
-  int stage = 0;
-  uint32_t parity = 0;
-  uint32_t odd = 0;      // the number of the chunk
-  uint32_t outputs = 0;  // that of the next o
-
-  __device__ __forceinline__ void next() {
-    odd ^= 1;
-    if (++stage < kStages) return;
-    stage = 0;
-    parity ^= 1;
-  }
-};
+// Whether the states before the chunks leave by TMA.
+template <class Shape>
+__device__ __forceinline__ bool saves_by_map(const ScanMaps& maps) {
+  return Shape::kSavesByMap && maps.has_states;
+}
 
 // The warpgroup that serves the others
 // ----------------------------------------------------------------------------------------------------------
 
-// The operands of chunk c to the ring, a share of them by one thread of each of three warps: to start all copies takes one
-// thread as long as a chunk takes the others. The first announces them all.
+// The operands of chunk c to the rings, a share of them by one thread of each of three warps: to start all copies takes one
+// thread as long as a chunk takes the others. The first has a ring for itself; of the other two the first announces all.
 template <class Shape>
 __device__ __forceinline__ void bring_share(const ForwardArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
-                                            int share, int c, const Turn<Shape::kStages>& turn) {
+                                            int share, int c, const typename Shape::Turn& turn) {
   const auto& [part, walk, ends] = s.work;
   const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
-  const RowsPlace rows = rows_of(args, walk, c, share == 0 ? part.key_head : part.head);
-  const int at = turn.stage;
-  auto& stage = s.stage[at];
-  TransactionBarrier& filled = s.filled[at];
-  s.free[at].wait(turn.parity ^ 1);
+  const RowsPlace keys = rows_of(args, walk, c, part.key_head);
+  using Tile = KeyTile<Shape::kWidth>;
   if (share == 0) {
-    filled.arrive_expecting(Shape::kStageBytes);
-    using Tile = KeyTile<Shape::kWidth>;
-    load_panels(Tile(stage.k), maps.k, 0, args.problem.head_dim_k, rows, filled);
-    if constexpr (!Shape::kMakesMaps) load_panels(Tile(stage.q), maps.q, 0, args.problem.head_dim_k, rows, filled);
-  } else if (share == 1) {
+    const RowsPlace values = rows_of(args, walk, c, part.head);
+    auto& early = s.early[turn.early.at];
+    TransactionBarrier& filled = s.of_early.filled[turn.early.at];
+    s.of_early.free[turn.early.at].wait(turn.early.parity ^ 1);
+    filled.arrive_expecting(Shape::kEarlyBytes);
+    if constexpr (!Shape::kMakesMaps) load_panels(Tile(early.q), maps.q, 0, args.problem.head_dim_k, keys, filled);
 #pragma unroll
     for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
-      load_panels(ValueTile(stage.v[i]), maps.v, part.column + i * kGroupColumns, value_columns(args), rows, filled);
+      load_panels(ValueTile(early.v[i]), maps.v, part.column + i * kGroupColumns, value_columns(args), values, filled);
     }
-    load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows, sizeof(stage.token),
+    return;
+  }
+  const int at = turn.late.at;
+  auto& late = s.late[at];
+  TransactionBarrier& filled = s.of_late.filled[at];
+  s.of_late.free[at].wait(turn.late.parity ^ 1);
+  if (share == 1) {
+    filled.arrive_expecting(Shape::kLateBytes);
+    load_panels(Tile(late.k), maps.k, 0, args.problem.head_dim_k, keys, filled);
+    load_bytes(shared_address(late.token), args.factors.token + item * kTokenFactors * kChunkRows, sizeof(late.token),
                filled);
     load_bytes(shared_address(s.total[at]), args.factors.total + item * 4, kTotalBytes, filled);
     if constexpr (Shape::kMakesP) {
-      load_bytes(shared_address(stage.row), args.factors.row + item * kRowNumbers * kChunkRows, sizeof(stage.row),
+      load_bytes(shared_address(late.row), args.factors.row + item * kRowNumbers * kChunkRows, sizeof(late.row),
                  filled);
     }
   } else {
-    load_lower(stage.J, maps.J, static_cast<int>(item), filled);
-    if constexpr (!Shape::kMakesMaps && !Shape::kMakesP) load_lower(stage.sP, maps.sP, static_cast<int>(item), filled);
+    load_lower(late.J, maps.J, static_cast<int>(item), filled);
+    if constexpr (!Shape::kMakesMaps && !Shape::kMakesP) load_lower(late.sP, maps.sP, static_cast<int>(item), filled);
   }
 }
 
-// The outputs of chunk c from shared memory to its rows.
+// What leaves shared memory beside chunk c: the outputs of the chunk before, and the state before the chunk if it is saved.
 template <class Shape>
-__device__ __forceinline__ void store_output(const ForwardArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
-                                             int c, Turn<Shape::kStages>& turn) {
+__device__ __forceinline__ void store_leaving(const ForwardArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
+                                              int c, uint32_t parity) {
   const auto& [part, walk, ends] = s.work;
-  const RowsPlace at = rows_of(args, walk, c, part.head);
-  s.o_there.wait(turn.outputs);
-  turn.outputs ^= 1;
+  s.there.wait(parity);
 #pragma unroll
   for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
     const int column = part.column + i * kGroupColumns;
-    if (!args.o.present() || column >= args.problem.head_dim_v) continue;
-    store_box(maps.o, {column, at.head, at.missing, at.end, at.batch}, ValueTile(s.o[i]).panel(0));
+    if (column >= args.problem.head_dim_v) continue;
+    if (args.o.present() && c > 0) {
+      const RowsPlace at = rows_of(args, walk, c - 1, part.head);
+      store_box(maps.o, {column, at.head, at.missing, at.end, at.batch}, ValueTile(s.o[i]).panel(0));
+    }
+    if constexpr (Shape::kSavesByMap) {
+      const int64_t chunk = first_chunk_of(args.chunked, part.sequence) + walk.position + c;
+      if (!saves_by_map<Shape>(maps) || c == walk.chunks || chunk >= args.state_chunks) continue;
+      const StateTile<Shape::kWidth> S(s.state[i]);
+#pragma unroll
+      for (int p = 0; p < S.kPanels; ++p) {
+        const int channel = p * S.kPanelColumns;
+        if (channel >= args.state_width) continue;
+        store_box(maps.states, {channel, column, part.head, static_cast<int>(chunk), static_cast<int>(walk.span.batch)},
+                  S.panel(p));
+      }
+    }
   }
   commit_stores();
   wait_stores_read<0>();
-  s.o_taken.arrive();
+  s.taken.arrive();
 }
 
 // sP in the stage of a chunk.
@@ -202,11 +239,15 @@ __device__ __forceinline__ void serve(const ForwardArgs& args, const ScanMaps& m
   constexpr int kShares = 3;
   if (!elect_one()) return;
   const int chunks = s.work.walk.chunks;
-  Turn<Shape::kStages> turn;
   if (warp < kShares) {
+    typename Shape::Turn turn;
     for (int c = 0; c < chunks; ++c, turn.next()) bring_share<Shape>(args, maps, s, warp, c, turn);
   } else if constexpr (!Shape::kMakesMaps) {
-    for (int c = 0; c < chunks; ++c) store_output<Shape>(args, maps, s, c, turn);
+    if (chunks == 0) return;
+    uint32_t parity = 0;
+    for (int c = saves_by_map<Shape>(maps) ? 0 : 1; c <= chunks; ++c, parity ^= 1) {
+      store_leaving<Shape>(args, maps, s, c, parity);
+    }
   }
 }
 
@@ -215,7 +256,7 @@ __device__ __forceinline__ void serve(const ForwardArgs& args, const ScanMaps& m
 
 template <DType kType, class Shape>
 struct ScoreGroup {
-  using Turn = chunk_sm90::Turn<Shape::kStages>;
+  using Turn = typename Shape::Turn;
   const ForwardArgs& args;
   const ScanMaps& maps;
   typename Shape::Shared& s;
@@ -223,10 +264,10 @@ struct ScoreGroup {
 
   // Blocks above the diagonals of sP, once.
   __device__ __forceinline__ void clear_scores() const {
-    constexpr int kPieces = sizeof(s.stage[0].sP) / sizeof(uint4);
-    for (auto& stage : s.stage) {
+    constexpr int kPieces = sizeof(s.late[0].sP) / sizeof(uint4);
+    for (auto& late : s.late) {
       for (int i = kWarpSize * warp + lane; i < kPieces; i += kGroupThreads) {
-        reinterpret_cast<uint4*>(stage.sP)[i] = make_uint4(0, 0, 0, 0);
+        reinterpret_cast<uint4*>(late.sP)[i] = make_uint4(0, 0, 0, 0);
       }
     }
   }
@@ -242,28 +283,29 @@ struct ScoreGroup {
 
   // sP and the factor on q S of chunk c, whose operands are there. Two turns use different squares.
   __device__ __forceinline__ void make_scores(int c, const Turn& turn) const {
-    auto& stage = s.stage[turn.stage];
-    const float *gamma = stage.row + chunk_16bit::kGamma * kChunkRows,
-                *rstd_k = stage.row + chunk_16bit::kRstdOfK * kChunkRows;
+    auto& late = s.late[turn.late.at];
+    const float *gamma = late.row + chunk_16bit::kGamma * kChunkRows,
+                *rstd_k = late.row + chunk_16bit::kRstdOfK * kChunkRows;
     const ScoreSteps<kType, Shape::kWidth> steps{{args.problem, s.squares[turn.odd], warp, lane}};
     Gram qk;
-    s.filled[turn.stage].wait(turn.parity);
-    steps.multiply(stage.q, stage.k, qk);
+    s.of_late.filled[turn.late.at].wait(turn.late.parity);
+    s.of_early.filled[turn.early.at].wait(turn.early.parity);
+    steps.multiply(s.early[turn.early.at].q, late.k, qk);
     if (keeps() && lane == 0) wait_stores_read<0>();  // of the warp's rows of sP, three chunks ago
     named_barrier<3>(kGroupThreads);
-    steps.apply_decays(gamma, rstd_k, qk, StageScores<kType>{LowerTile(stage.sP), lane});
+    steps.apply_decays(gamma, rstd_k, qk, StageScores<kType>{LowerTile(late.sP), lane});
     const int i = kWarpSize * warp + lane;
     const int64_t item = args.factors_at(s.work.walk.first_chunk + c) + s.work.part.head;
     if (i < kChunkRows) {
       const float on_read = steps.queries.on_read(i, gamma[i]);
-      stage.token[kOnQueryRead * kChunkRows + i] = on_read;
+      late.token[kOnQueryRead * kChunkRows + i] = on_read;
       if (keeps()) keep_numbers(item, i, on_read, steps.queries.rstd(i));
     }
     fence_async_proxy();
     __syncwarp();
-    if (lane == 0) s.made[turn.stage].arrive();
+    if (lane == 0) s.made[turn.late.at].arrive();
     if (keeps() && lane == 0) {
-      store_lower_rows(stage.sP, maps.sP, warp, static_cast<int>(item));
+      store_lower_rows(late.sP, maps.sP, warp, static_cast<int>(item));
       commit_stores();
     }
   }
@@ -298,10 +340,12 @@ struct WorkGroup {
   static constexpr int kParts = Shape::kHalves ? 2 : 1;  // of the channels
   static constexpr int kK = Shape::kWidth / kParts;      // of the warpgroup
   static constexpr int kGroups = Shape::kColumns / kGroupColumns;
-  using Turn = chunk_sm90::Turn<Shape::kStages>;
+  static constexpr int kAhead = Shape::kHalves ? 0 : 2;  // steps whose numbers are loaded before X is there
+  using Turn = typename Shape::Turn;
   using Keys = KeyTile<kK>;
   using StateRows = Fragments<kKeySteps<kK>>;
   const ForwardArgs& args;
+  const ScanMaps& maps;
   typename Shape::Shared& s;
   int group, warp, lane;  // the warp within the warpgroup
 
@@ -347,16 +391,27 @@ struct WorkGroup {
     if (group == 0) add_sums(0, O);
   }
 
-  // o^T to shared memory, from where it is stored.
-  __device__ __forceinline__ void give_outputs(const Fragments<kTokenSteps>& o, Turn& turn) const {
+  // o^T to shared memory, from where it is stored; give_away() follows.
+  __device__ __forceinline__ void put_outputs(const Fragments<kTokenSteps>& o) const {
     if (Shape::kHalves && group == 1) return;  // its O lacks the other half's
     const ValueTile tile(s.o[range()]);
-    s.o_taken.wait(turn.outputs ^ 1);
-    turn.outputs ^= 1;
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) tile.store_c_transposed(16 * m, warp, lane, o[m]);
+  }
+  __device__ __forceinline__ void put_state(const StateRows& rS) const {
+    const StateTile<kK> tile(s.state[range()]);
+#pragma unroll
+    for (int m = 0; m < kKeySteps<kK>; ++m) tile.store_a(16 * warp, m, lane, rS[m]);
+  }
+  __device__ __forceinline__ void wait_taken(Turn& turn) const {
+    if (Shape::kHalves && group == 1) return;
+    s.taken.wait(turn.leaving ^ 1);
+    turn.leaving ^= 1;
+  }
+  __device__ __forceinline__ void give_away() const {
+    if (Shape::kHalves && group == 1) return;
     fence_async_proxy();
-    arrive(s.o_there);
+    arrive(s.there);
   }
 
   // The warp has done what a barrier counts by warps.
@@ -366,7 +421,8 @@ struct WorkGroup {
   }
 
   // S and O by one warpgroup. S and O of a chunk are handed to the next one rounded: ptxas lets no sums pass from one
-  // turn of the loop to the next beside a product on its way.
+  // turn of the loop to the next beside a product on its way. What waits for memory that this thread has just written, or
+  // loads numbers, does so while a product runs.
   __device__ __forceinline__ void run() const {
     Turn turn;
     StateSums<kK> S = {};
@@ -374,67 +430,92 @@ struct WorkGroup {
     StateRows rS;
     round_sums<kType, kKeySteps<kK>>(S, rS);
     Fragments<kTokenSteps> rO;
-    for (int c = 0; c < walk().chunks; ++c, turn.next()) {
-      columns().save_chunk_state(c, rS, S);
-      auto& stage = s.stage[turn.stage];
-      const float* token = stage.token;
-      const Keys k = own_keys(stage.k), q = own_keys(stage.q);
-      const LowerTile J(stage.J), sP(stage.sP);
+    const int chunks = walk().chunks;
+    const bool saves = saves_by_map<Shape>(maps);
+    if (chunks > 0) s.of_late.filled[0].wait(0);
+    for (int c = 0; c < chunks; ++c) {
+      if (!saves) columns().save_chunk_state(c, rS, S);
+      auto& late = s.late[turn.late.at];
+      auto& early = s.early[turn.early.at];
+      const float* token = late.token;
+      const Keys k = own_keys(late.k), q = own_keys(early.q);
+      const LowerTile J(late.J), sP(late.sP);
+      const bool leaves = saves || c > 0;
       TokenSums X, O;
-      s.filled[turn.stage].wait(turn.parity);
       wgmma_fence(X, rS);
 #pragma unroll
       for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
       wgmma_commit();
-      if (c > 0) give_outputs(rO, turn);
+      if (leaves) wait_taken(turn);
+      // No address in shared memory is computed before the loop and kept: registers are short.
+      const WorkGroup anew{args, maps, s, group, warp, opaque_below<kWarpSize>(lane)};
+      if (c > 0) anew.put_outputs(rO);
+      if constexpr (Shape::kSavesByMap) {
+        if (saves) anew.put_state(rS);
+      }
+      s.of_early.filled[turn.early.at].wait(turn.early.parity);
       wgmma_fence(O);
 #pragma unroll
       for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
       wgmma_commit();
-      wgmma_wait<1>(X);
-      if constexpr (Shape::kHalves) exchange_X(X);
+      if (leaves) give_away();
       Fragments<kTokenSteps> bD, R, wR;
       Values values;
 #pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) values.load_rows(m, ValueTile(early.v[range()]), warp, lane);
+      for (int m = 0; m < kAhead; ++m) values.load_numbers(m, token, lane);
+      wgmma_wait<1>(X);
+      if constexpr (Shape::kHalves) exchange_X(X);
+#pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) {
-        values.load(m, ValueTile(stage.v[range()]), token, warp, lane);
+        if (m + kAhead < kTokenSteps) values.load_numbers(m + kAhead, token, lane);
         values.template correct<kType>(m, X, bD[m]);
       }
       wgmma_fence(X, bD);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
       wgmma_commit();
+      wgmma_wait<1>(O);
+      if constexpr (Shape::kHalves) hand_O(O);
+      if constexpr (Shape::kMakesP) s.made[turn.late.at].wait(turn.late.parity);
+      arrive(s.of_early.free[turn.early.at]);  // who makes sP has read q, too
+      scale_outputs(token, O);
       scale_state(turn, S);
-      wgmma_wait<0>(X, O);
-      round_sums<kType, kTokenSteps>(X, R);
+      float2 on_write[kTokenTiles];
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) on_write[n] = token_pair(token, kOnWrite, n, lane);
+      wgmma_wait<0>(X);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) {
-        round_write<kType>(m, token_pair(token, kOnWrite, 2 * m, lane), token_pair(token, kOnWrite, 2 * m + 1, lane), X,
-                           wR[m]);
+        round_write<kType>(m, on_write[2 * m], on_write[2 * m + 1], X, wR[m]);
+        m == 0 ? wgmma_fence(S, wR[m]) : wgmma_fence(wR[m]);
+        wgmma<kType, kK>(S, wR[m], k.along_columns(0, m));
       }
-      wgmma_fence(S, wR);
-#pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kK>(S, wR[m], k.along_columns(0, m));
       wgmma_commit();
-      if constexpr (Shape::kHalves) hand_O(O);
-      if constexpr (Shape::kMakesP) s.made[turn.stage].wait(turn.parity);
-      scale_outputs(token, O);
+      round_sums<kType, kTokenSteps>(X, R);
       wgmma_fence(O, R);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
       wgmma_commit();
+      TransactionBarrier& free = s.of_late.free[turn.late.at];
+      turn.next();
+      if (c + 1 < chunks) s.of_late.filled[turn.late.at].wait(turn.late.parity);
       wgmma_wait<1>(S);
       round_sums<kType, kKeySteps<kK>>(S, rS);
       wgmma_wait<0>(O);
       round_sums<kType, kTokenSteps>(O, rO);
-      arrive(s.free[turn.stage]);
+      arrive(free);
     }
-    if (walk().chunks > 0) give_outputs(rO, turn);
-    columns().save_state(walk().chunks, true, S);
+    if (chunks > 0) {
+      wait_taken(turn);
+      put_outputs(rO);
+      give_away();
+    }
+    columns().save_state(chunks, true, S);
   }
 
   __device__ __forceinline__ void scale_state(const Turn& turn, StateSums<kK>& S) const {
-    const float total = s.total[turn.stage][0];
+    const float total = s.total[turn.late.at][0];
 #pragma unroll
     for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile({total, total}, S[n], S[n]);
   }
@@ -475,19 +556,24 @@ struct WorkGroup {
     round_sums<kType, kKeySteps<kK>>(S, rS);
     for (int c = 0; c < walk().chunks; ++c, turn.next()) {
       if constexpr (!Shape::kMakesMaps) columns().save_chunk_state(c, rS, S);
-      auto& stage = s.stage[turn.stage];
-      const float* token = stage.token;
-      const Keys k(stage.k);
-      const LowerTile J(stage.J);
+      auto& late = s.late[turn.late.at];
+      const float* token = late.token;
+      const Keys k(late.k);
+      const LowerTile J(late.J);
       TokenSums X, Y;
-      s.filled[turn.stage].wait(turn.parity);
+      s.of_late.filled[turn.late.at].wait(turn.late.parity);
       wgmma_fence(X, rS);
 #pragma unroll
       for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
       wgmma_commit();
       Values values;
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) values.load(m, ValueTile(stage.v[range()]), token, warp, lane);
+      for (int m = 0; m < kTokenSteps; ++m) values.load_numbers(m, token, lane);
+      s.of_early.filled[turn.early.at].wait(turn.early.parity);
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) {
+        values.load_rows(m, ValueTile(s.early[turn.early.at].v[range()]), warp, lane);
+      }
       if constexpr (!Shape::kMakesMaps) hand(s.S, StateTile<kK>(s.S.tile), turn, rS);
       wgmma_wait<0>(X);
       Fragments<kTokenSteps> bD, wR;
@@ -498,6 +584,7 @@ struct WorkGroup {
         wgmma<kType, kChunkRows>(Y, bD[m], J.along_rows(0, m), m > 0);
       }
       wgmma_commit();
+      arrive(s.of_early.free[turn.early.at]);
       scale_state(turn, S);
       float2 on_write[kTokenTiles];
 #pragma unroll
@@ -517,7 +604,7 @@ struct WorkGroup {
       }
       wgmma_wait<0>(S);
       round_sums<kType, kKeySteps<kK>>(S, rS);
-      arrive(s.free[turn.stage]);
+      arrive(s.of_late.free[turn.late.at]);
     }
     if constexpr (Shape::kMakesMaps) {
       columns().end_map(S);
@@ -530,29 +617,33 @@ struct WorkGroup {
   __device__ __forceinline__ void run_outputs() const {
     Turn turn;
     for (int c = 0; c < walk().chunks; ++c, turn.next()) {
-      auto& stage = s.stage[turn.stage];
-      const Keys q(stage.q);
-      const LowerTile sP(stage.sP);
+      auto& late = s.late[turn.late.at];
+      const Keys q(s.early[turn.early.at].q);
+      const LowerTile sP(late.sP);
       StateRows rS;
       Fragments<kTokenSteps> R, rO;
       TokenSums O;
-      s.filled[turn.stage].wait(turn.parity);
+      s.of_early.filled[turn.early.at].wait(turn.early.parity);
+      s.of_late.filled[turn.late.at].wait(turn.late.parity);
       take(s.S, StateTile<kK>(s.S.tile), turn, rS);
       wgmma_fence(O, rS);
 #pragma unroll
       for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
       wgmma_commit();
       wgmma_wait<0>(O);
-      scale_outputs(stage.token, O);
+      arrive(s.of_early.free[turn.early.at]);
+      scale_outputs(late.token, O);
       take(s.R, WritesTile(s.R.tile), turn, R);
       wgmma_fence(O, R);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
       wgmma_commit();
       wgmma_wait<0>(O);
-      arrive(s.free[turn.stage]);
+      arrive(s.of_late.free[turn.late.at]);
       round_sums<kType, kTokenSteps>(O, rO);
-      give_outputs(rO, turn);
+      wait_taken(turn);
+      put_outputs(rO);
+      give_away();
     }
   }
 };
@@ -563,14 +654,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     scan_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ ScanMaps maps) {
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Shape::kStages; ++i) {
-      s.filled[i].init(1);
-      s.made[i].init(kGroupWarps);
-      s.free[i].init(Shape::kWarps);
-    }
+    s.of_late.init(Shape::kWarps);
+    s.of_early.init(Shape::kWarps);
+    for (TransactionBarrier& made : s.made) made.init(kGroupWarps);
     for (TransactionBarrier* barrier : {&s.S.there, &s.S.taken, &s.R.there, &s.R.taken}) barrier->init(kGroupWarps);
-    s.o_there.init(Shape::kColumns / kGroupColumns * kGroupWarps);
-    s.o_taken.init(1);
+    s.there.init(Shape::kColumns / kGroupColumns * kGroupWarps);
+    s.taken.init(1);
     fence_barrier_init();
   }
   wait_for_previous_kernels();
@@ -591,7 +680,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     }
   } else {
     take_registers<Shape::kWorkRegisters>();
-    const WorkGroup<kType, Shape> work{args, s, warp / kGroupWarps, warp % kGroupWarps, lane};
+    const WorkGroup<kType, Shape> work{args, maps, s, warp / kGroupWarps, warp % kGroupWarps, lane};
     if (s.work.walk.exists) {
       if constexpr (Shape::kMakesMaps) {
         work.run_state();

@@ -19,6 +19,8 @@ constexpr int scan_stages(int padded_k) { return padded_k == 128 ? 3 : 2; }
 struct ScanMaps {
   TensorMap k, q, v, o;  // token_map with boxes of 64 x 64
   TensorMap J, sP;       // lower_map
+  TensorMap states;      // states_map with boxes of 64 columns, if the states before the chunks have one
+  bool has_states = false;
 };
 
 // The matrices J or sP of `items` pairs of a chunk and a value head, [items][64][64], of which only the blocks of 16 on
@@ -27,6 +29,12 @@ struct ScanMaps {
 //
 //     {64 - 16 (block + 1), block, 16 block, item}      rows [16 block, +16): columns below 16 (block + 1), then zeros
 TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items);
+
+// States before chunks, in boxes of `columns` and 64 channels: {channel, column, head, chunk, batch}. Their rows have `width`
+// channels in pieces of 16 bytes, and no stride is negative.
+TensorMap states_map(const DeviceStates& states, int width, const chunk_16bit::ChunkArgs& args, int columns);
+// Whether the states that a forward saves have one.
+bool have_states_map(const chunk_16bit::ChunkArgs& args);
 
 // What keeps the kernels of either direction from a problem: the device, or K; empty if nothing does.
 std::string declines_widths(const DeltaRuleSizes& sizes, int most_k, int device);
