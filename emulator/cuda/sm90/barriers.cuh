@@ -42,6 +42,7 @@ struct TransactionBarrier {
 
 inline void fence_barrier_init() {}
 inline void fence_async_proxy() {}
+inline void fence_async_proxy_global() {}
 
 inline void warpgroup_barrier(int group) { emulator::named_barrier(group + 1, 128); }
 

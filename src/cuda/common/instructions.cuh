@@ -185,6 +185,9 @@ __device__ __forceinline__ bool is_published(const uint32_t* flag) {
   return value != 0;
 }
 
+// What this thread wrote to global memory before is seen by other blocks before what it writes later.
+__device__ __forceinline__ void fence_all_blocks() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // The next number from a counter that all blocks share.
 __device__ __forceinline__ uint32_t claim(uint32_t* counter) { return atomicAdd(counter, 1u); }
 

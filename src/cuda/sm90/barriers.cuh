@@ -70,6 +70,10 @@ __device__ __forceinline__ void fence_barrier_init() {
 // after a barrier with this thread. Also before TMA loads over memory that this thread has read or written so.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// What other blocks wrote to global memory, and this thread has seen published, can be read by TMA loads that this thread
+// starts.
+__device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // A barrier among the threads of a warpgroup, one of at most 15 in its block. It is named barrier `group` + 1
 // (instructions.cuh), a number that need not be known when the kernel is compiled.
 __device__ __forceinline__ void warpgroup_barrier(int group) {

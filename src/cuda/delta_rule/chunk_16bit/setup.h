@@ -207,7 +207,7 @@ inline void use_segments(const SegmentScratch& scratch, int64_t n, chunk_sm90::F
 inline chunk_sm90::ForwardArgs with_segments(const ChunkArgs& args, int chunks) {
   const int64_t tokens = chunks * args.chunked.chunk_size;
   const bool any = tokens > 0 && chunk_sm90::segments_of(args.problem.sequences.tokens, tokens) > 0;
-  chunk_sm90::ForwardArgs cut{args, {}};
+  chunk_sm90::ForwardArgs cut{args, {}, nullptr, nullptr};
   cut.segments.chunks = any ? chunks : 0;
   return cut;
 }
@@ -237,6 +237,7 @@ inline constexpr size_t kMostFactorBytes = size_t{448} << 20;
 struct ForwardScratch {
   int64_t* first_chunk;
   ChunkFactors factors;
+  uint32_t* flags;
   float* carried;
   SegmentScratch segments;
 };
@@ -248,6 +249,7 @@ ForwardScratch take_forward_scratch(ScratchLayout& layout, const Problem& proble
   scratch.first_chunk = take_first_chunks(layout, problem);
   scratch.factors =
       take_factors(layout, problem, problem.args.kept.present() ? 0 : chunks_of_window(args, windows), row_numbers);
+  scratch.flags = layout.take<uint32_t>(chunks_of_window(args, windows) * problem.sizes.num_value_heads);
   scratch.carried = take_carried(layout, problem, windows);
   scratch.segments = take_segments(layout, args, windows);
   return scratch;
@@ -284,6 +286,7 @@ void forward_in_windows(const Problem& problem, const Context& context, bool row
   number_segments(scratch.segments, args, context);
   args.factors = keeps ? kept_factors(problem, args) : scratch.factors;
   args.factors_of_window = !keeps;
+  args.flags = scratch.flags;
   for (int64_t n = 0; n < windows.count; ++n) {
     args.window = windows.at(n);
     if (windows.count > 1) args.carried = carried_states(problem, scratch.carried, n);

@@ -4,7 +4,7 @@
 // A block fills a multiprocessor with warpgroups, each of which takes one pair of a chunk and a key head after the other,
 // and goes through factor_steps.cuh for all value heads of the key head, which share the products. q and k of the next
 // pair come by TMA as soon as both products have been made, its gates and beta while two warps of the four have nothing to
-// do.
+// do. Beside a scan (beside.h) some blocks have pairs left when the others leave, and all publish what they have made.
 #include <algorithm>
 #include <limits>
 
@@ -20,6 +20,14 @@ using chunk_16bit::ChunkFactors;
 // Where a pair stands in the order of all: heads go first, then rows of the batch, then chunks of a row.
 struct Place {
   int position, row, key_head;
+};
+
+// A warpgroup's pairs of a part of the order: the first, where that is, and how far the next ones are.
+struct Stride {
+  int first, end;
+  Place place;
+  int step;
+  Place step_place;
 };
 
 // A chunk and a key head.
@@ -39,8 +47,10 @@ struct Shape {
     unsigned char k[KeyTile<kK>::kBytes], q[kWithP ? KeyTile<kK>::kBytes : 16];
     FactorScratch scratch;
     Pair pair[3];  // this one and the next two
-    Place step;    // from a pair to the warpgroup's next one
-    int heads;     // of keys
+    Stride stride,
+        beside;      // of the part of the order that the warpgroup is in, and of the one that the first blocks have
+    uint32_t* made;  // the flag of the pair before
+    int heads;       // of keys
     TransactionBarrier filled;
   };
 };
@@ -91,8 +101,11 @@ struct FactorGroup {
   }
   // The one that this warpgroup takes after `last`, without divisions: all wait for the thread that finds it.
   __device__ __forceinline__ void find_next(const Pair& last, Pair& pair) const {
-    Place place{last.place.position + s.step.position, last.place.row + s.step.row,
-                last.place.key_head + s.step.key_head};
+    const Stride& stride = s.stride;
+    const int n = last.number + stride.step;
+    if (n >= stride.end) return begin_beside(pair);
+    Place place{last.place.position + stride.step_place.position, last.place.row + stride.step_place.row,
+                last.place.key_head + stride.step_place.key_head};
     if (place.key_head >= s.heads) {
       place.key_head -= s.heads;
       ++place.row;
@@ -101,7 +114,13 @@ struct FactorGroup {
       place.row -= order.rows;
       ++place.position;
     }
-    find_pair(last.number + kGroups * static_cast<int>(gridDim.x), place, pair);
+    find_pair(n, place, pair);
+  }
+  // The first pair of the second part; after it, or where there is none, no pair.
+  __device__ __forceinline__ void begin_beside(Pair& pair) const {
+    s.stride = s.beside;
+    s.beside.first = order.pairs;
+    find_pair(s.stride.first, s.stride.place, pair);
   }
 
   __device__ __forceinline__ void load_keys(const Pair& pair) const {
@@ -160,6 +179,8 @@ struct FactorGroup {
       chunk_16bit::RawGates raw;
       if (warp % 2 == 0) raw = load_tokens(following, more ? h + 1 : 0);
       if (is_chosen() && h == 0) {
+        publish_made();
+        if (order.flags != nullptr) s.made = order.flags + pair.number;
         load_keys(next);
         find_next(next, s.pair[(at + 2) % 3]);
       }
@@ -180,14 +201,47 @@ struct FactorGroup {
     }
   }
 
-  __device__ __forceinline__ void run() const {
-    const int blocks = static_cast<int>(gridDim.x), n = group * blocks + static_cast<int>(blockIdx.x);
+  // A warpgroup's share of pairs [begin, end), of which `blocks` blocks have some. No other one touches their flags.
+  __device__ __forceinline__ Stride stride_of(int begin, int end, int blocks) const {
+    const int block = static_cast<int>(blockIdx.x), first = begin + group * blocks + block, step = kGroups * blocks;
+    if (block >= blocks || first >= end) return {order.pairs, order.pairs, {}, 1, {}};
+    return {first, end, place_of(first), step, place_of(step)};
+  }
+  __device__ __forceinline__ void clear_flags(const Stride& stride) const {
+    for (int n = stride.first + (kWarpSize * warp + lane) * stride.step; n < stride.end;
+         n += kGroupThreads * stride.step) {
+      order.flags[n] = 0;
+    }
+  }
+  // After a barrier of the warpgroup that follows the last result of a pair.
+  __device__ __forceinline__ void publish_made() const {
+    if (s.made != nullptr) publish(s.made);
+  }
+
+  __device__ __forceinline__ void begin() const {
     if (is_chosen()) {
       s.filled.init(1);
       fence_barrier_init();
       s.heads = args.problem.num_value_heads / args.problem.group;
-      s.step = place_of(kGroups * blocks);
-      find_pair(n, place_of(n), s.pair[0]);
+      s.made = nullptr;
+      s.stride = stride_of(0, order.before, static_cast<int>(gridDim.x));
+      s.beside = stride_of(order.before, order.pairs, order.beside);
+    }
+    barrier();
+    if (order.flags == nullptr) return;
+    clear_flags(s.stride);
+    clear_flags(s.beside);
+    fence_all_blocks();
+  }
+
+  __device__ __forceinline__ void run() const {
+    barrier();  // all have read the strides
+    if (is_chosen()) {
+      if (s.stride.first < order.before) {
+        find_pair(s.stride.first, s.stride.place, s.pair[0]);
+      } else {
+        begin_beside(s.pair[0]);
+      }
       load_keys(s.pair[0]);
       find_next(s.pair[0], s.pair[1]);
     }
@@ -195,6 +249,8 @@ struct FactorGroup {
     if (warp % 2 == 0) finish_tokens(load_tokens(s.pair[0], 0), s.pair[0], 0, s.scratch.tokens[0]);
     int turn = 0, at = 0;
     for (uint32_t parity = 0; s.pair[at].length > 0; parity ^= 1, at = (at + 1) % 3) run_pair(at, parity, turn);
+    barrier();
+    if (is_chosen()) publish_made();
   }
 };
 
@@ -204,7 +260,13 @@ __global__ void __launch_bounds__(Shape<kK, kWithP>::kGroups* kGroupThreads, 1)
   wait_for_previous_kernels();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   auto& s = (&aligned_shared<typename Shape<kK, kWithP>::Shared>())[warp / kGroupWarps];
-  FactorGroup<kType, kK, kWithP>{args, maps, order, s, warp / kGroupWarps, warp % kGroupWarps, lane}.run();
+  const FactorGroup<kType, kK, kWithP> group{args, maps, order, s, warp / kGroupWarps, warp % kGroupWarps, lane};
+  group.begin();
+  if (order.flags != nullptr) {
+    __syncthreads();
+    let_next_kernel_start();
+  }
+  group.run();
 }
 
 template <int kK>
@@ -244,7 +306,7 @@ FactorOrder factor_order(const ChunkArgs& args, bool with_sP, int multiprocessor
   const int groups = factor_groups(padded_k(p.head_dim_k), with_sP);
   const auto pairs = static_cast<int>(chunk_16bit::chunks_in_window(args) * (p.num_value_heads / p.group));
   const int rows = p.sequences.offsets == nullptr ? static_cast<int>(p.sequences.count) : 1;
-  return {with_sP, pairs, rows, std::min((pairs + groups - 1) / groups, multiprocessors)};
+  return {with_sP, pairs, rows, std::min((pairs + groups - 1) / groups, multiprocessors), pairs};
 }
 
 bool takes_head_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes) {

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/delta_rule/chunk_16bit/setup.h"
+#include "cuda/delta_rule/chunk_sm90/beside.h"
 #include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 #include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/delta_rule/chunk_sm90/scan_per_channel.h"
@@ -42,14 +43,47 @@ ForwardArgs cut_args(const DeltaRuleForwardProblem& problem, const Context& cont
   return chunk_16bit::with_segments(chunk_16bit::chunk_args(problem), segment_chunks_of(problem, context));
 }
 
-int columns_of(const DeltaRuleForwardProblem& problem, const Context& context) {
-  return forward_columns(problem.sizes, cut_args(problem, context), context.device.index);
+// A scan and its factors may run beside each other where all rows go at the same pace: not with several sequences in one,
+// whose chunks come one sequence after the other, and not in segments.
+bool may_be_beside(const ForwardArgs& args) {
+  const Sequences& sequences = args.problem.sequences;
+  return args.segments.chunks == 0 && (sequences.offsets == nullptr || sequences.count == 1);
+}
+
+// .. with blocks of so many columns, for `chunks` of all rows. The cycles were measured on an H200 (K = V = 128): of the
+// factors with sP and without, for a pair and each of its value heads, and of a chunk in the scan.
+BesideProblem beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& args, int columns, bool with_sP,
+                             int64_t chunks) {
+  const int K = padded_k(sizes.head_dim_k);
+  const int64_t pair_cycles = with_sP ? 1160 + 2080 * sizes.group : 800 + 1300 * sizes.group;
+  const int64_t chunk_cycles = columns == 64 ? 2050 : 2800;
+  return {.pairs = chunks * sizes.num_heads,
+          .at_place = count_rows(args.problem.sequences) * sizes.num_heads,
+          .pair_cycles = pair_cycles * K / 128,
+          .chunk_cycles = chunk_cycles * K / 128,
+          .scan_blocks = sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns),
+          .at_once = factor_groups(K, with_sP)};
 }
 
 // Where a head has several blocks, each would make it; two blocks of K <= 64 on a multiprocessor have no registers for it.
-bool leaves_sP_to_scan(const DeltaRuleForwardProblem& problem, const Context& context) {
-  const int columns = columns_of(problem, context);
-  return columns == 128 && problem.sizes.head_dim_v <= columns;
+bool leaves_sP_to_scan(const DeltaRuleSizes& sizes, int columns) {
+  return columns == 128 && sizes.head_dim_v <= columns;
+}
+
+// Wide blocks, or narrow ones, whatever gives the shorter time with factors beside them. For all windows.
+int columns_of(const DeltaRuleForwardProblem& problem, const Context& context) {
+  const DeltaRuleSizes& sizes = problem.sizes;
+  const ForwardArgs args = cut_args(problem, context);
+  if (!may_be_beside(args) || chunk_16bit::has_decay_per_channel(problem) || padded_k(sizes.head_dim_k) != 128 ||
+      sizes.head_dim_v <= 64) {
+    return forward_columns(sizes, args, context.device.index);
+  }
+  const auto cycles = [&](int columns) {
+    const bool with_sP = !leaves_sP_to_scan(sizes, columns);
+    return plan_beside(beside_problem(sizes, args, columns, with_sP, args.num_chunks), multiprocessors_of(problem))
+        .cycles;
+  };
+  return cycles(64) <= cycles(128) ? 64 : 128;
 }
 
 }  // namespace
@@ -172,12 +206,25 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
     });
     return;
   }
-  const bool row_numbers = leaves_sP_to_scan(problem, context);
-  const auto advance = [&](const ForwardArgs& args) {
+  const bool row_numbers = leaves_sP_to_scan(problem.sizes, columns);
+  const auto advance = [&](ForwardArgs args) {
     ScanMaps maps{};
     if (args.num_chunks > 0) {
       maps = scan_maps(problem.args.in, problem.args.o, args);
-      launch_factors(args, maps, factor_order(args, !row_numbers, multiprocessors_of(problem)), context);
+      const int multiprocessors = multiprocessors_of(problem);
+      FactorOrder order = factor_order(args, !row_numbers, multiprocessors);
+      if (may_be_beside(args)) {
+        const int64_t chunks = chunk_16bit::chunks_in_window(args);
+        const BesidePlan plan =
+            plan_beside(beside_problem(problem.sizes, args, columns, !row_numbers, chunks), multiprocessors);
+        if (plan.beside > 0) {
+          order.before = plan.before;
+          order.beside = plan.beside;
+          order.flags = args.flags;
+          args.published = args.flags;
+        }
+      }
+      launch_factors(args, maps, order, context);
     }
     if (args.problem.k.dtype == DType::kBF16) {
       launch_scan<DType::kBF16>(args, maps, columns, !row_numbers, context);

@@ -130,6 +130,8 @@ struct Block {
     RingBarriers<kEarlyDepth> of_early;
     TransactionBarrier made[kLateDepth];
     ForwardWork work;
+    int64_t first_item;  // of the factors
+    WalkFlags flags;
     float4 halves[kHalves ? 2 : 1][kHalves ? kTokenTiles : 1]
                  [kHalves ? kGroupThreads : 1];  // of X, then O, of a thread
   };
@@ -145,13 +147,20 @@ __device__ __forceinline__ bool saves_by_map(const ScanMaps& maps) {
 // The warpgroup that serves the others
 // ----------------------------------------------------------------------------------------------------------
 
+// Of the factors, that of chunk c of a walk, all of which lie in one row.
+template <class Shared>
+__device__ __forceinline__ int64_t item_at(const ForwardArgs& args, const Shared& s, int c) {
+  return s.first_item + int64_t{c} * args.problem.num_value_heads;
+}
+
 // The operands of chunk c to the rings, a share of them by one thread of each of three warps: to start all copies takes one
 // thread as long as a chunk takes the others. The first has a ring for itself; of the other two the first announces all.
 template <class Shape>
 __device__ __forceinline__ void bring_share(const ForwardArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
                                             int share, int c, const typename Shape::Turn& turn) {
+  if (share != 0 && args.published != nullptr) wait_published(s.flags, share - 1);
   const auto& [part, walk, ends] = s.work;
-  const int64_t item = args.factors_at(walk.first_chunk + c) + part.head;
+  const int64_t item = item_at(args, s, c);
   const RowsPlace keys = rows_of(args, walk, c, part.key_head);
   using Tile = KeyTile<Shape::kWidth>;
   if (share == 0) {
@@ -295,7 +304,7 @@ struct ScoreGroup {
     named_barrier<3>(kGroupThreads);
     steps.apply_decays(gamma, rstd_k, qk, StageScores<kType>{LowerTile(late.sP), lane});
     const int i = kWarpSize * warp + lane;
-    const int64_t item = args.factors_at(s.work.walk.first_chunk + c) + s.work.part.head;
+    const int64_t item = item_at(args, s, c);
     if (i < kChunkRows) {
       const float on_read = steps.queries.on_read(i, gamma[i]);
       late.token[kOnQueryRead * kChunkRows + i] = on_read;
@@ -662,9 +671,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     s.taken.init(1);
     fence_barrier_init();
   }
-  wait_for_previous_kernels();
+  // Otherwise the kernel before this one has waited for those before it, and its flags say what is there.
+  if (args.published == nullptr) wait_for_previous_kernels();
   if (threadIdx.x == 0) {
     s.work = forward_part_at<Shape::kWidth, Shape::kMakesMaps>(args, blockIdx.x, Shape::kColumns);
+    s.first_item = args.factors_at(s.work.walk.first_chunk) + s.work.part.head;
+    if (args.published != nullptr) s.flags = flags_of(args, s.work.part, s.work.walk);
   }
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -691,6 +703,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
       }
     }
   }
+  if (args.published != nullptr) wait_for_previous_kernels();
 }
 
 template <DType kType, class Shape>

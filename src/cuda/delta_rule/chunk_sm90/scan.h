@@ -58,6 +58,9 @@ struct FactorOrder {
   int pairs = 0;
   int rows = 1;    // of the batch, whose chunks take turns
   int blocks = 0;  // which take one pair after the other
+  // Beside a scan (beside.h): pairs from `before` on are left to the first `beside` blocks, and all have flags.
+  int before = 0, beside = 0;
+  uint32_t* flags = nullptr;
 };
 
 FactorOrder factor_order(const chunk_16bit::ChunkArgs& args, bool with_sP, int multiprocessors);

@@ -40,6 +40,10 @@ struct Segments {
 
 struct ForwardArgs : chunk_16bit::ChunkArgs {
   Segments segments;
+  // A number for every pair of a chunk of the window and a value head, or more; and the flags of the pairs, in the order of
+  // factors.cu, where the scan takes them as they come (beside.h).
+  uint32_t* flags = nullptr;
+  const uint32_t* published = nullptr;
 };
 
 // The states before all segments, from their maps.

@@ -68,6 +68,30 @@ __device__ __forceinline__ RowsPlace rows_of(const ChunkArgs& args, const Walk& 
           static_cast<int>(walk.span.batch)};
 }
 
+// The flags of a walk's chunks, where their factors are still being made (beside.h), in the order of the pairs in factors.cu:
+// that of the next chunk, for each of two threads.
+struct WalkFlags {
+  const uint32_t* next[2];
+  int64_t step;
+};
+__device__ __forceinline__ WalkFlags flags_of(const ForwardArgs& args, const ScanPart& part, const Walk& walk) {
+  const Sequences& sequences = args.problem.sequences;
+  const bool one_row = sequences.offsets != nullptr;
+  const int64_t row = one_row ? 0 : part.sequence, rows = one_row ? 1 : sequences.count;
+  const int64_t place = walk.first_chunk - row * args.window.row - args.window.begin;
+  const int64_t keys = args.problem.num_value_heads / args.problem.group;
+  const uint32_t* first = args.published + (place * rows + row) * keys + part.key_head;
+  return {{first, first}, rows * keys};
+}
+
+// By a thread that brings factors: until those of its next chunk are there.
+__device__ __forceinline__ void wait_published(WalkFlags& flags, int thread) {
+  const uint32_t* flag = flags.next[thread];
+  while (!is_published(flag)) continue;
+  flags.next[thread] = flag + flags.step;
+  fence_async_proxy_global();
+}
+
 // The columns that v has: none where it is absent and all values are 0.
 __device__ __forceinline__ int value_columns(const ChunkArgs& args) {
   return args.problem.v.present() ? args.problem.head_dim_v : 0;

@@ -1,0 +1,55 @@
+// A scan of fewer blocks than there are multiprocessors leaves the others idle, while its factors, which come first, would
+// have filled them all. So the factors are made in two parts by one launch: those of the first chunks by all
+// multiprocessors, the rest by those that the scan does not need, beside the scan. Both go over the chunks in the same
+// order, the first ones of all rows and heads first.
+//
+// The factors' blocks let the scan start when they all run (let_next_kernel_start), so no block of the scan can keep one of
+// theirs from running, and publish every pair of a chunk and a key head by a flag (publish); what brings operands to the scan
+// waits for the flag, not for the end of the kernel. No bit depends on how the work is divided.
+//
+// With R pairs at a place in the row, a cost of f for a pair on a multiprocessor and of t for a chunk in the scan, in
+// cycles, m multiprocessors beside it make the factors of N places while it goes over them, if
+//
+//     R f / m <= t        otherwise all have to make x = 1 - t m / (R f) of them before
+//
+// and the whole takes about x N R f / multiprocessors + N t.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace fastweight::cuda::chunk_sm90 {
+
+// How the factors of `pairs` pairs are divided: [0, before) by all blocks, the others by the first `beside` blocks. A block
+// of the factors has a multiprocessor for itself.
+struct BesidePlan {
+  int before = 0, beside = 0;
+  int64_t cycles = 0;  // of everything, about
+};
+
+struct BesideProblem {
+  int64_t pairs = 0;     // of a chunk and a key head in the window
+  int64_t at_place = 1;  // R
+  int64_t pair_cycles;   // f
+  int64_t chunk_cycles;  // t
+  int64_t scan_blocks;   // each of which has a multiprocessor for itself
+  int at_once = 1;       // pairs that a block of the factors works on
+};
+
+inline BesidePlan plan_beside(const BesideProblem& problem, int multiprocessors) {
+  const int64_t places = problem.pairs / problem.at_place, f = problem.pair_cycles, t = problem.chunk_cycles;
+  const int64_t waves = (problem.scan_blocks + multiprocessors - 1) / multiprocessors;
+  const auto all = static_cast<int>(problem.pairs);
+  const BesidePlan apart{all, 0, problem.pairs * f / multiprocessors + places * t * waves};
+  const int64_t idle = multiprocessors - problem.scan_blocks, least = int64_t{multiprocessors} * problem.at_once;
+  constexpr int64_t kLeastIdle = 8;  // with fewer there is nothing to gain
+  if (idle < kLeastIdle || problem.pairs <= least) return apart;
+  // A part more than is needed: the scan waits for the slowest.
+  const int64_t needed = problem.pairs - std::min(places * t * idle / f, problem.pairs) * 9 / 10;
+  const int64_t before = std::min((needed + least - 1) / least * least, problem.pairs);
+  const BesidePlan plan{static_cast<int>(before), static_cast<int>(idle),
+                        before * f / multiprocessors + std::max(places * t, (problem.pairs - before) * f / idle)};
+  return before < problem.pairs ? plan : apart;
+}
+
+}  // namespace fastweight::cuda::chunk_sm90
