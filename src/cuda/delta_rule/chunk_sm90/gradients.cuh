@@ -343,8 +343,14 @@ struct GradientGroup {
     if (args.dq.present()) store_box(maps.dq, {column, at.head, at.missing, at.end, at.batch}, q.tile.panel(0));
     if (args.dk.present()) store_box(maps.dk, {column, at.head, at.missing, at.end, at.batch}, k.tile.panel(0));
     commit_stores();
+  }
+
+  // By the thread that had dq and dk of the key head before stored: k and q of the one after this may take their place. It
+  // does not wait when it has started the copies, which take longer than step 1: its warpgroup would wait for it.
+  __device__ __forceinline__ void end_storing(const Item& item, const uint32_t& keys) const {
+    if (!item.first || keys == 0 || thread % (Block::kSharesPanel ? kWorkers : kGroupThreads) != 0) return;
     wait_stores_read<0>();
-    s.keys_free[keys % 2].arrive();
+    s.keys_free[(keys - 1) % 2].arrive();
   }
 
   struct GroupSums {
@@ -467,7 +473,10 @@ struct GradientGroup {
       const Item& item = s.items[turn % 2];
       const uint32_t& keys = s.keys[turn % 2];
       const GradientNumbers& numbers = s.numbers[turn % 2];
-      if (item.span.sequence < 0) return;
+      if (item.span.sequence < 0) {
+        wait_stores_read<0>();
+        return;
+      }
       if (item.first) s.keys_filled[keys % 2].wait(keys / 2 % 2);
       s.first_filled.wait(turn % 2);
       forget();
@@ -475,6 +484,7 @@ struct GradientGroup {
       fence_async_proxy();
       named_barrier<kWritesReady>(kWorkers);
       forget();
+      end_storing(item, keys);
       s.second_filled.wait(turn % 2);
       s.third_filled.wait(turn % 2);
       s.sums_free.wait(turn % 2 ^ 1);
