@@ -44,19 +44,49 @@ struct OwnChannels {
   __device__ __forceinline__ OwnChannels(const unsigned char* memory, int group)
       : tile(memory + (Block::kSharesPanel ? 0 : group * PanelOfTokens::kBytes)),
         first(Block::kSharesPanel ? group * (Block::kChannels / 16) : 0) {}
+
+  __device__ __forceinline__ void load(int m, int warp, int lane, uint32_t (&x)[4]) const {
+    tile.load_a(16 * warp, first + m, lane, x);
+  }
+  __device__ __forceinline__ void store(int m, int warp, int lane, const uint32_t (&x)[4]) const {
+    tile.store_a(16 * warp, first + m, lane, x);
+  }
+};
+
+// The lane's two rows of them, kept in registers or loaded each time.
+template <class Block, bool kKept>
+struct OwnRows {
+  uint32_t kept[kKept ? Block::kChannels / 16 : 1][4];
+
+  __device__ __forceinline__ void load(const OwnChannels<Block>& own, int warp, int lane) {
+    if constexpr (kKept) {
+#pragma unroll
+      for (int m = 0; m < Block::kChannels / 16; ++m) own.load(m, warp, lane, kept[m]);
+    }
+  }
+  __device__ __forceinline__ void get(const OwnChannels<Block>& own, int m, int warp, int lane,
+                                      uint32_t (&x)[4]) const {
+    if constexpr (kKept) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = kept[m][e];
+    } else {
+      own.load(m, warp, lane, x);
+    }
+  }
 };
 
 // Scales the lane's two rows, and puts their inner products with those of the channels into `dots`.
-template <DType kType, class Block>
-__device__ __forceinline__ void scale_and_dot(const OwnChannels<Block>& own, const float* factors, float sign, int warp,
-                                              int lane, typename Block::Rows& sums, float* dots) {
+template <DType kType, class Block, bool kKept>
+__device__ __forceinline__ void scale_and_dot(const OwnChannels<Block>& own, const OwnRows<Block, kKept>& rows,
+                                              const float* factors, float sign, int warp, int lane,
+                                              typename Block::Rows& sums, float* dots) {
   const int i = 16 * warp + lane / 4;
   const float factor[2] = {sign * factors[i], sign * factors[i + 8]};
   float dot[2] = {0, 0};
 #pragma unroll
   for (int m = 0; m < Block::kChannels / 16; ++m) {
     uint32_t x[4];
-    own.tile.load_a(16 * warp, own.first + m, lane, x);
+    rows.get(own, m, warp, lane, x);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int half = e % 2;
@@ -108,6 +138,8 @@ struct GradientGroup {
   static constexpr int kWidth = Block::kWidth, kWorkers = Block::kWorkers, kChannels = Block::kChannels;
   static constexpr int kValueSteps = Block::kColumns / 16, kPairBlocks = Block::kPairColumns / 16;
   static constexpr bool kFollows = kGrouped || Block::kWorkGroups == 1;
+  using Channels = OwnChannels<Block>;
+  using ChannelRows = OwnRows<Block, !kGrouped>;
   using Keys = typename Block::Keys;
   using StatesTile = typename Block::StatesTile;
   using WrittenTile = typename Block::WrittenTile;
@@ -302,34 +334,46 @@ struct GradientGroup {
     if (lane == 0) s.sums.state_dot[thread / kWarpSize] = sum;
   }
 
-  // dq or dk to its channels, in the place of q or k. `along` is x . dx of the lane's two rows, for the norm.
-  __device__ __forceinline__ void leave(const OwnChannels<Block>& own, const float* rstd, float2 along,
-                                        const Rows& sums) const {
+  // What the norm of q or k takes from its gradient. `along` is x . dx of the lane's two rows.
+  __device__ __forceinline__ void take_along(const Channels& own, const ChannelRows& rows, const float* rstd,
+                                             float2 along, Rows& sums) const {
     const int i = 16 * warp + lane / 4;
-    const bool norm = args.chunk.problem.qk_l2norm;
-    const float factor[2] = {norm ? rstd[i] * rstd[i] * along.x : 0.0f,
-                             norm ? rstd[i + 8] * rstd[i + 8] * along.y : 0.0f};
+    const float factor[2] = {rstd[i] * rstd[i] * along.x, rstd[i + 8] * rstd[i + 8] * along.y};
 #pragma unroll
     for (int m = 0; m < kChannels / 16; ++m) {
       uint32_t x[4];
-      own.tile.load_a(16 * warp, own.first + m, lane, x);
+      rows.get(own, m, warp, lane, x);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float* sum = &sums[2 * m + e / 2][e % 2 * 2];
+        float* sum = &sums[2 * m + e / 2][e % 2 * 2];
         const float2 y = unpack<kType>(x[e]);
-        x[e] = norm ? pack<kType>(fmaf(-factor[e % 2], y.x, sum[0]), fmaf(-factor[e % 2], y.y, sum[1]))
-                    : pack<kType>(sum[0], sum[1]);
+        sum[0] = fmaf(-factor[e % 2], y.x, sum[0]);
+        sum[1] = fmaf(-factor[e % 2], y.y, sum[1]);
       }
-      own.tile.store_a(16 * warp, own.first + m, lane, x);
+    }
+  }
+
+  // dq or dk to its channels, in the place of q or k.
+  __device__ __forceinline__ void leave(const Channels& own, const Rows& sums) const {
+#pragma unroll
+    for (int m = 0; m < kChannels / 16; ++m) {
+      uint32_t x[4];
+      pack_a<kType>(sums[2 * m], sums[2 * m + 1], x);
+      own.store(m, warp, lane, x);
     }
   }
 
   __device__ __forceinline__ void store_keys(const Item& item, const GradientNumbers& numbers, const uint32_t& keys,
-                                             const Along& along, const Rows& dq, const Rows& dk) const {
-    const OwnChannels<Block> q(s.q[keys % 2], group), k(s.k[keys % 2], group);
+                                             const ChannelRows& q_rows, const ChannelRows& k_rows, const Along& along,
+                                             Rows& dq, Rows& dk) const {
+    const Channels q(s.q[keys % 2], group), k(s.k[keys % 2], group);
+    if (args.chunk.problem.qk_l2norm) {
+      take_along(q, q_rows, numbers.row + chunk_16bit::kRstdOfQ * kChunkRows, along.q, dq);
+      take_along(k, k_rows, numbers.row + chunk_16bit::kRstdOfK * kChunkRows, along.k, dk);
+    }
     half_barrier(group);  // all warps have waited for the products that read the channels
-    leave(q, numbers.row + chunk_16bit::kRstdOfQ * kChunkRows, along.q, dq);
-    leave(k, numbers.row + chunk_16bit::kRstdOfK * kChunkRows, along.k, dk);
+    leave(q, dq);
+    leave(k, dk);
     fence_async_proxy();
     if constexpr (Block::kSharesPanel) {
       named_barrier<kKeysReady>(kWorkers);
@@ -369,7 +413,7 @@ struct GradientGroup {
                                             Along& along, GroupSums& sums) {
     const Keys k(s.k[keys % 2]), q(s.q[keys % 2]);
     const typename Block::ValuesTile d_o(s.d_o);
-    const OwnChannels<Block> my_k(s.k[keys % 2], group), my_q(s.q[keys % 2], group);
+    const Channels my_k(s.k[keys % 2], group), my_q(s.q[keys % 2], group);
     const StatesTile S(s.S), G(s.G);
     const WrittenTile Y(s.Y), R(s.R);
     const LowerTile P(s.P), A(s.A);
@@ -428,9 +472,16 @@ struct GradientGroup {
       leave_sums(of_pairs);
     }
     forget();
-    scale_and_dot<kType>(my_q, numbers.token + kOnQueryRead * kChunkRows, 1.0f, warp, lane, dq, s.sums.a_q.of[group]);
-    scale_and_dot<kType>(my_k, numbers.token + kOnKeyRead * kChunkRows, -1.0f, warp, lane, dk, s.sums.a_k.of[group]);
-    scale_and_dot<kType>(my_k, numbers.token + kOnWrite * kChunkRows, 1.0f, warp, lane, x, s.sums.b.of[group]);
+    ChannelRows q_rows, k_rows;
+    const auto scale = [&](const Channels& own, const ChannelRows& rows, TokenFactor factor, float sign, Rows& of,
+                           float* dots) {
+      scale_and_dot<kType>(own, rows, numbers.token + factor * kChunkRows, sign, warp, lane, of, dots);
+    };
+    q_rows.load(my_q, warp, lane);
+    k_rows.load(my_k, warp, lane);
+    scale(my_q, q_rows, kOnQueryRead, 1.0f, dq, s.sums.a_q.of[group]);
+    scale(my_k, k_rows, kOnKeyRead, -1.0f, dk, s.sums.a_k.of[group]);
+    scale(my_k, k_rows, kOnWrite, 1.0f, x, s.sums.b.of[group]);
     const float* beta = numbers.token + kOnValue * kChunkRows + 16 * warp + lane / 4;
     const float beta_of[2] = {beta[0], beta[8]};
 #pragma unroll
@@ -461,7 +512,7 @@ struct GradientGroup {
     }
     if (item.last) {
       forget();
-      store_keys(item, numbers, keys, along, kGrouped ? sums.q : dq, kGrouped ? sums.k : dk);
+      store_keys(item, numbers, keys, q_rows, k_rows, along, kGrouped ? sums.q : dq, kGrouped ? sums.k : dk);
     }
   }
 
