@@ -202,14 +202,15 @@ struct GradientGroup {
     }
     wgmma_commit();
     dot_values(yv);
-    wgmma_wait<0>(X);
-    Fragments<kTokenSteps> bD;
     Values values;
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) {
       values.load(m, ValueTile(s.v + group * ValueTile::kBytes), numbers.token, warp, lane);
-      values.template correct<kType>(m, X, bD[m]);
     }
+    wgmma_wait<0>(X);
+    Fragments<kTokenSteps> bD;
+#pragma unroll
+    for (int m = 0; m < kTokenSteps; ++m) values.template correct<kType>(m, X, bD[m]);
     wgmma_fence(X, bD);
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
@@ -410,7 +411,7 @@ struct GradientGroup {
 
   // Steps 2 and 3.
   __device__ __forceinline__ void gradients(const Item& item, const GradientNumbers& numbers, const uint32_t& keys,
-                                            Along& along, GroupSums& sums) {
+                                            uint32_t turn, Along& along, GroupSums& sums) {
     const Keys k(s.k[keys % 2]), q(s.q[keys % 2]);
     const typename Block::ValuesTile d_o(s.d_o);
     const Channels my_k(s.k[keys % 2], group), my_q(s.q[keys % 2], group);
@@ -460,6 +461,7 @@ struct GradientGroup {
     if constexpr (kFollows) {
       wgmma_wait<0>(dP, dA, kk);
       make_pairs<0, kPairBlocks>(numbers, dP, dA, kk, of_pairs);
+      s.sums_free.wait(turn % 2 ^ 1);
       leave_sums(of_pairs);
       read_states();
       end_reading();
@@ -467,6 +469,7 @@ struct GradientGroup {
       read_states();
       wgmma_wait<1>(dP, dA, kk);
       make_pairs<0, 1>(numbers, dP, dA, kk, of_pairs);
+      s.sums_free.wait(turn % 2 ^ 1);
       end_reading();
       make_pairs<1, kPairBlocks>(numbers, dP, dA, kk, of_pairs);
       leave_sums(of_pairs);
@@ -538,8 +541,7 @@ struct GradientGroup {
       end_storing(item, keys);
       s.second_filled.wait(turn % 2);
       s.third_filled.wait(turn % 2);
-      s.sums_free.wait(turn % 2 ^ 1);
-      gradients(item, numbers, keys, along, sums);
+      gradients(item, numbers, keys, turn, along, sums);
       release(s.numbers_free[turn % 2]);
     }
   }
