@@ -189,8 +189,45 @@ struct GradientGroup {
     }
   }
 
+  // By what the products of step 2 are multiplied: numbers of the lane's two rows, and, of its pairs, the decay from one token
+  // to the other and the norm of the latter.
+  struct PairFactors {
+    float2 gamma, rstd, beta, on_P;
+    Pairs of_pair;
+    Fragments<kPairBlocks> sP;
+  };
+
+  __device__ __forceinline__ void load_row_factors(const GradientNumbers& numbers, PairFactors& factors) const {
+    const int i = 16 * warp + lane / 4;
+    const auto rows = [&](const float* of) { return make_float2(of[i], of[i + 8]); };
+    factors.gamma = rows(numbers.row + chunk_16bit::kGamma * kChunkRows);
+    factors.rstd = rows(numbers.row + chunk_16bit::kRstdOfK * kChunkRows);
+    factors.beta = rows(numbers.token + kOnValue * kChunkRows);
+    const float2 rstd_of_q = rows(numbers.row + chunk_16bit::kRstdOfQ * kChunkRows);
+    const float scale = args.chunk.problem.scale;
+    factors.on_P = make_float2(scale * rstd_of_q.x, scale * rstd_of_q.y);
+  }
+
+  __device__ __forceinline__ void make_pair_factors(const GradientNumbers& numbers, int block,
+                                                    PairFactors& factors) const {
+    const float* row = numbers.row + Block::kPairColumns * group;
+    const float2 gamma_i = factors.gamma;
+#pragma unroll
+    for (int n = 2 * block; n < 2 * block + 2; ++n) {
+      const float2 gamma_j = column_pair(row + chunk_16bit::kGamma * kChunkRows, n, lane);
+      const float2 rstd_j = column_pair(row + chunk_16bit::kRstdOfK * kChunkRows, n, lane);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const bool right = e % 2 == 1, lower = e / 2 == 1;
+        factors.of_pair[n][e] = (right ? rstd_j.y : rstd_j.x) *
+                                exp2_approx((lower ? gamma_i.y : gamma_i.x) - (right ? gamma_j.y : gamma_j.x));
+      }
+    }
+  }
+
   // Step 1.
-  __device__ __forceinline__ void writes(const Keys& k, const GradientNumbers& numbers, float* yv) const {
+  __device__ __forceinline__ void writes(const Keys& k, const GradientNumbers& numbers, float* yv,
+                                         PairFactors& factors) const {
     const StatesTile S(s.S);
     const LowerTile J(s.J);
     const WrittenTile R(s.R);
@@ -215,6 +252,11 @@ struct GradientGroup {
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
     wgmma_commit();
+    load_row_factors(numbers, factors);
+    if constexpr (!kFollows) {  // else registers are too short
+#pragma unroll
+      for (int block = 0; block < kPairBlocks; ++block) make_pair_factors(numbers, block, factors);
+    }
     wgmma_wait<0>(X);
     release(s.first_free);
 #pragma unroll
@@ -235,34 +277,29 @@ struct GradientGroup {
   // and both become sums of M. Without a branch on what products on their way have to do with: columns above the diagonal
   // give zeros.
   template <int kFrom, int kTo>
-  __device__ __forceinline__ void make_pairs(const GradientNumbers& numbers, const Pairs& dP, const Pairs& dA,
-                                             const Pairs& kk, PairSums& sums) const {
+  __device__ __forceinline__ void make_pairs(const GradientNumbers& numbers, PairFactors& factors, const Pairs& dP,
+                                             const Pairs& dA, const Pairs& kk, PairSums& sums) const {
     const LowerTile P(s.P), A(s.A);
     const int i = 16 * warp + lane / 4;
-    const auto rows = [&](const float* of) { return make_float2(of[i], of[i + 8]); };
-    const float* gamma = numbers.row + chunk_16bit::kGamma * kChunkRows;
-    const float* rstd = numbers.row + chunk_16bit::kRstdOfK * kChunkRows;
-    const float2 gamma_i = rows(gamma), rstd_i = rows(rstd), beta = rows(numbers.token + kOnValue * kChunkRows);
-    float2 on_P = rows(numbers.row + chunk_16bit::kRstdOfQ * kChunkRows);
-    on_P = make_float2(args.chunk.problem.scale * on_P.x, args.chunk.problem.scale * on_P.y);
+    const float2 rstd_i = factors.rstd, on_P = factors.on_P, beta = factors.beta;
 #pragma unroll
     for (int block = kFrom; block < kTo; ++block) {
       const int m = kPairBlocks * group + block;
-      uint32_t sP[4], a[4];
-      P.load_a(16 * warp, m, lane, sP);
+      if constexpr (kFollows) {
+        make_pair_factors(numbers, block, factors);
+        P.load_a(16 * warp, m, lane, factors.sP[block]);
+      }
+      uint32_t p[4], a[4];
       float p_operand[2][4], a_operand[2][4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int n = 2 * block + h, j = 16 * kPairBlocks * group + 8 * n + 2 * (lane % 4);
-        const float2 gamma_j = *reinterpret_cast<const float2*>(gamma + j);
-        const float2 rstd_j = *reinterpret_cast<const float2*>(rstd + j);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const bool right = e % 2 == 1, lower = e / 2 == 1;
           const int distance = i + (lower ? 8 : 0) - j - (right ? 1 : 0);
-          const float2 pair = unpack<kType>(sP[2 * h + e / 2]);
-          const float f = (right ? rstd_j.y : rstd_j.x) *
-                          exp2_approx((lower ? gamma_i.y : gamma_i.x) - (right ? gamma_j.y : gamma_j.x));
+          const float2 pair = unpack<kType>(factors.sP[block][2 * h + e / 2]);
+          const float f = factors.of_pair[n][e];
           p_operand[h][e] = distance >= 0 ? (lower ? on_P.y : on_P.x) * f * dP[n][e] : 0.0f;
           const float of_p = distance >= 0 ? dP[n][e] * (right ? pair.y : pair.x) : 0.0f;
           const float x = -(dA[n][e] * ((lower ? rstd_i.y : rstd_i.x) * f)), b = lower ? beta.y : beta.x;
@@ -274,8 +311,8 @@ struct GradientGroup {
           (lower ? sums.below.y : sums.below.x) += m < warp ? sums.M[n][e] : 0.0f;
         }
       }
-      pack_a<kType>(p_operand[0], p_operand[1], sP);
-      P.store_a(16 * warp, m, lane, sP);
+      pack_a<kType>(p_operand[0], p_operand[1], p);
+      P.store_a(16 * warp, m, lane, p);
       pack_a<kType>(a_operand[0], a_operand[1], a);
       if (m < warp) {
         A.store_c_transposed(16 * m, warp, lane, a);
@@ -411,7 +448,7 @@ struct GradientGroup {
 
   // Steps 2 and 3.
   __device__ __forceinline__ void gradients(const Item& item, const GradientNumbers& numbers, const uint32_t& keys,
-                                            uint32_t turn, Along& along, GroupSums& sums) {
+                                            uint32_t turn, PairFactors& factors, Along& along, GroupSums& sums) {
     const Keys k(s.k[keys % 2]), q(s.q[keys % 2]);
     const typename Block::ValuesTile d_o(s.d_o);
     const Channels my_k(s.k[keys % 2], group), my_q(s.q[keys % 2], group);
@@ -421,6 +458,12 @@ struct GradientGroup {
     const int channel = group * kChannels, column = group * Block::kPairColumns;
     Pairs dP, dA, kk;
     Rows dq, dk, x;
+    if constexpr (!kFollows) {
+#pragma unroll
+      for (int block = 0; block < kPairBlocks; ++block) {
+        P.load_a(16 * warp, kPairBlocks * group + block, lane, factors.sP[block]);
+      }
+    }
     wgmma_fence(dP, dA, kk);
 #pragma unroll
     for (int m = 0; m < kValueSteps; ++m) {
@@ -460,7 +503,7 @@ struct GradientGroup {
     PairSums of_pairs;
     if constexpr (kFollows) {
       wgmma_wait<0>(dP, dA, kk);
-      make_pairs<0, kPairBlocks>(numbers, dP, dA, kk, of_pairs);
+      make_pairs<0, kPairBlocks>(numbers, factors, dP, dA, kk, of_pairs);
       s.sums_free.wait(turn % 2 ^ 1);
       leave_sums(of_pairs);
       read_states();
@@ -468,10 +511,10 @@ struct GradientGroup {
     } else {
       read_states();
       wgmma_wait<1>(dP, dA, kk);
-      make_pairs<0, 1>(numbers, dP, dA, kk, of_pairs);
+      make_pairs<0, 1>(numbers, factors, dP, dA, kk, of_pairs);
       s.sums_free.wait(turn % 2 ^ 1);
       end_reading();
-      make_pairs<1, kPairBlocks>(numbers, dP, dA, kk, of_pairs);
+      make_pairs<1, kPairBlocks>(numbers, factors, dP, dA, kk, of_pairs);
       leave_sums(of_pairs);
     }
     forget();
@@ -534,14 +577,15 @@ struct GradientGroup {
       if (item.first) s.keys_filled[keys % 2].wait(keys / 2 % 2);
       s.first_filled.wait(turn % 2);
       forget();
-      writes(Keys(s.k[keys % 2]), numbers, s.sums.yv[turn % 2].of[group]);
+      PairFactors factors;
+      writes(Keys(s.k[keys % 2]), numbers, s.sums.yv[turn % 2].of[group], factors);
       fence_async_proxy();
       named_barrier<kWritesReady>(kWorkers);
       forget();
       end_storing(item, keys);
       s.second_filled.wait(turn % 2);
       s.third_filled.wait(turn % 2);
-      gradients(item, numbers, keys, turn, along, sums);
+      gradients(item, numbers, keys, turn, factors, along, sums);
       release(s.numbers_free[turn % 2]);
     }
   }
