@@ -225,9 +225,32 @@ struct GradientGroup {
     }
   }
 
+  // What does not need R, and runs beside step 1 unless kFollows.
+  struct Early {
+    PairFactors factors;
+    Pairs kk;
+    Rows dk;
+  };
+
+  __device__ __forceinline__ void multiply_keys(const Keys& k, Pairs& kk) const {
+#pragma unroll
+    for (int m = 0; m < kKeySteps<kWidth>; ++m) {
+      wgmma<kType, Block::kPairColumns>(kk, k.along_rows(0, m), k.along_rows(group * Block::kPairColumns, m), m > 0);
+    }
+  }
+
+  // Y S^T.
+  __device__ __forceinline__ void multiply_writes(Rows& dk) const {
+    const WrittenTile Y(s.Y);
+    const StatesTile S(s.S);
+#pragma unroll
+    for (int m = 0; m < kValueSteps; ++m) {
+      wgmma<kType, kChannels>(dk, Y.along_columns(0, m), S.along_columns(group * kChannels, m), m > 0);
+    }
+  }
+
   // Step 1.
-  __device__ __forceinline__ void writes(const Keys& k, const GradientNumbers& numbers, float* yv,
-                                         PairFactors& factors) const {
+  __device__ __forceinline__ void writes(const Keys& k, const GradientNumbers& numbers, float* yv, Early& early) const {
     const StatesTile S(s.S);
     const LowerTile J(s.J);
     const WrittenTile R(s.R);
@@ -244,7 +267,14 @@ struct GradientGroup {
     for (int m = 0; m < kTokenSteps; ++m) {
       values.load(m, ValueTile(s.v + group * ValueTile::kBytes), numbers.token, warp, lane);
     }
-    wgmma_wait<0>(X);
+    if constexpr (kFollows) {
+      wgmma_wait<0>(X);
+    } else {
+      wgmma_fence(early.kk);
+      multiply_keys(k, early.kk);
+      wgmma_commit();
+      wgmma_wait<1>(X);
+    }
     Fragments<kTokenSteps> bD;
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) values.template correct<kType>(m, X, bD[m]);
@@ -252,12 +282,17 @@ struct GradientGroup {
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
     wgmma_commit();
-    load_row_factors(numbers, factors);
-    if constexpr (!kFollows) {  // else registers are too short
+    load_row_factors(numbers, early.factors);
+    if constexpr (kFollows) {
+      wgmma_wait<0>(X);
+    } else {
 #pragma unroll
-      for (int block = 0; block < kPairBlocks; ++block) make_pair_factors(numbers, block, factors);
+      for (int block = 0; block < kPairBlocks; ++block) make_pair_factors(numbers, block, early.factors);
+      wgmma_fence(early.dk);
+      multiply_writes(early.dk);
+      wgmma_commit();
+      wgmma_wait<1>(X, early.kk);
     }
-    wgmma_wait<0>(X);
     release(s.first_free);
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) {
@@ -448,7 +483,7 @@ struct GradientGroup {
 
   // Steps 2 and 3.
   __device__ __forceinline__ void gradients(const Item& item, const GradientNumbers& numbers, const uint32_t& keys,
-                                            uint32_t turn, PairFactors& factors, Along& along, GroupSums& sums) {
+                                            uint32_t turn, Early& early, Along& along, GroupSums& sums) {
     const Keys k(s.k[keys % 2]), q(s.q[keys % 2]);
     const typename Block::ValuesTile d_o(s.d_o);
     const Channels my_k(s.k[keys % 2], group), my_q(s.q[keys % 2], group);
@@ -456,15 +491,16 @@ struct GradientGroup {
     const WrittenTile Y(s.Y), R(s.R);
     const LowerTile P(s.P), A(s.A);
     const int channel = group * kChannels, column = group * Block::kPairColumns;
-    Pairs dP, dA, kk;
-    Rows dq, dk, x;
+    PairFactors& factors = early.factors;
+    Pairs dP, dA, &kk = early.kk;
+    Rows dq, &dk = early.dk, x;
     if constexpr (!kFollows) {
 #pragma unroll
       for (int block = 0; block < kPairBlocks; ++block) {
         P.load_a(16 * warp, kPairBlocks * group + block, lane, factors.sP[block]);
       }
     }
-    wgmma_fence(dP, dA, kk);
+    wgmma_fence(dP, dA);
 #pragma unroll
     for (int m = 0; m < kValueSteps; ++m) {
       wgmma<kType, Block::kPairColumns>(dP, d_o.along_rows(0, m), R.along_columns(column, m), m > 0);
@@ -473,20 +509,20 @@ struct GradientGroup {
     for (int m = 0; m < kValueSteps; ++m) {
       wgmma<kType, Block::kPairColumns>(dA, Y.along_columns(0, m), R.along_columns(column, m), m > 0);
     }
-#pragma unroll
-    for (int m = 0; m < kKeySteps<kWidth>; ++m) {
-      wgmma<kType, Block::kPairColumns>(kk, k.along_rows(0, m), k.along_rows(column, m), m > 0);
+    if constexpr (kFollows) {
+      wgmma_fence(kk);
+      multiply_keys(k, kk);
     }
     wgmma_commit();
     const auto read_states = [&] {
-      wgmma_fence(dq, dk, x);
+      wgmma_fence(dq, x);
 #pragma unroll
       for (int m = 0; m < kValueSteps; ++m) {
         wgmma<kType, kChannels>(dq, d_o.along_rows(0, m), S.along_columns(channel, m), m > 0);
       }
-#pragma unroll
-      for (int m = 0; m < kValueSteps; ++m) {
-        wgmma<kType, kChannels>(dk, Y.along_columns(0, m), S.along_columns(channel, m), m > 0);
+      if constexpr (kFollows) {
+        wgmma_fence(dk);
+        multiply_writes(dk);
       }
 #pragma unroll
       for (int m = 0; m < kValueSteps; ++m) {
@@ -510,7 +546,7 @@ struct GradientGroup {
       end_reading();
     } else {
       read_states();
-      wgmma_wait<1>(dP, dA, kk);
+      wgmma_wait<1>(dP, dA, dk);
       make_pairs<0, 1>(numbers, factors, dP, dA, kk, of_pairs);
       s.sums_free.wait(turn % 2 ^ 1);
       end_reading();
@@ -577,15 +613,15 @@ struct GradientGroup {
       if (item.first) s.keys_filled[keys % 2].wait(keys / 2 % 2);
       s.first_filled.wait(turn % 2);
       forget();
-      PairFactors factors;
-      writes(Keys(s.k[keys % 2]), numbers, s.sums.yv[turn % 2].of[group], factors);
+      Early early;
+      writes(Keys(s.k[keys % 2]), numbers, s.sums.yv[turn % 2].of[group], early);
       fence_async_proxy();
       named_barrier<kWritesReady>(kWorkers);
       forget();
       end_storing(item, keys);
       s.second_filled.wait(turn % 2);
       s.third_filled.wait(turn % 2);
-      gradients(item, numbers, keys, turn, factors, along, sums);
+      gradients(item, numbers, keys, turn, early, along, sums);
       release(s.numbers_free[turn % 2]);
     }
   }
