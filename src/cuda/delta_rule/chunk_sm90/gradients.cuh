@@ -241,7 +241,9 @@ struct GradientGroup {
 
   // Y S^T.
   __device__ __forceinline__ void multiply_writes(Rows& dk) const {
-    const WrittenTile Y(s.Y);
+    WrittenTile Y(s.Y);
+    // Else its descriptors are kept for dA, and as uniform registers are short, ptxas has all addresses in others.
+    Y.start = static_cast<uint32_t>(opaque(static_cast<int>(Y.start)));
     const StatesTile S(s.S);
 #pragma unroll
     for (int m = 0; m < kValueSteps; ++m) {
