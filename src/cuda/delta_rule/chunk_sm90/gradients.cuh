@@ -171,7 +171,7 @@ struct GradientGroup {
     const ValueTile v(s.v + group * ValueTile::kBytes);
     const WrittenTile Y(s.Y);
     float dot[2] = {0, 0};
-#pragma unroll
+#pragma unroll 1  // else ptxas has the products before it wait for what it loads
     for (int m = 0; m < kGroupColumns / 16; ++m) {
       uint32_t x[4], y[4];
       v.load_a(16 * warp, m, lane, x);
@@ -394,7 +394,7 @@ struct GradientGroup {
   __device__ __forceinline__ void dot_states() const {
     constexpr int kBytes = StatesTile::kBytes / kWorkers;
     float sum = 0;
-#pragma unroll
+#pragma unroll 4  // not more: the code of an item is long
     for (int at = 0; at < kBytes; at += 16) {
       const uint32_t offset = swizzled(Swizzle::k128, static_cast<uint32_t>(thread * kBytes + at));
       const uint4 x = *reinterpret_cast<const uint4*>(s.S + offset), y = *reinterpret_cast<const uint4*>(s.G + offset);
