@@ -678,6 +678,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
   constexpr int kWarps = Block::kWorkers / kWarpSize, kTokenWarps = kChunkRows / kWarpSize;
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
+      s.named[i].init(1);
       s.numbers_filled[i].init(1);
       s.numbers_free[i].init(kWarps + kTokenWarps + 1);
       s.keys_filled[i].init(1);
