@@ -40,8 +40,9 @@ struct GradientSums {
 
 // Barriers `filled` and `free` as in TransactionBarrier. What is free together is brought together:
 //
-//     numbers   the item and its numbers per token; free when the item is done
-//     keys      k and q, for all heads of a group; free when dq and dk have left
+//     numbers   the item and its numbers per token; free when the item is done. The warp that brings the others waits for
+//               `named`: the item alone
+//     keys      k and q, for all heads of a group; free when dq and dk have left, which is found out in the item after
 //     first     v and J: free after step 1
 //     states    S, Y, d_o and G: free after the products of step 3 with them
 //     pairs     sP, then P': free after the products of step 3 with it
@@ -81,7 +82,7 @@ struct GradientBlock {
     Item items[2];
     Item next[2];      // of the warp that names the items: here they take no registers
     uint32_t keys[2];  // the turn of k and q of an item: so do these
-    TransactionBarrier numbers_filled[2], numbers_free[2], keys_filled[2], keys_free[2];
+    TransactionBarrier named[2], numbers_filled[2], numbers_free[2], keys_filled[2], keys_free[2];
     TransactionBarrier first_filled, second_filled, third_filled, first_free, states_free, pairs_free;
     TransactionBarrier sums_filled, sums_free;
   };
@@ -129,6 +130,7 @@ struct Bringer {
     s.numbers_free[turn % 2].wait(turn / 2 % 2 ^ 1);
     s.items[turn % 2] = item;
     s.keys[turn % 2] = keys;
+    s.named[turn % 2].arrive();
     if (item.span.sequence < 0) return filled.arrive();
     filled.arrive_expecting(sizeof(GradientNumbers));
     const chunk_16bit::ChunkFactors& factors = args.chunk.factors;
@@ -186,7 +188,7 @@ struct Bringer {
 
   __device__ __forceinline__ void follow_items() const {
     for (uint32_t turn = 0;; ++turn) {
-      s.numbers_filled[turn % 2].wait(turn / 2 % 2);
+      s.named[turn % 2].wait(turn / 2 % 2);
       const Item& item = s.items[turn % 2];
       if (item.span.sequence < 0) return;
       bring_others(item, turn);
@@ -200,9 +202,10 @@ struct Bringer {
     for (uint32_t turn = 0;; ++turn) {
       const Item& item = s.next[turn % 2];
       const bool exists = item.span.sequence >= 0;
-      if (exists && item.first) bring_keys(item, keys++);
-      bring_numbers(item, turn, keys - 1);
+      const bool takes_keys = exists && item.first;
+      bring_numbers(item, turn, takes_keys ? keys : keys - 1);
       if (!exists) return;
+      if (takes_keys) bring_keys(item, keys++);
       bring_first(item, turn);
       chunk_16bit::find_next<Block::kColumns>(args.chunk, item, item.pair + gridDim.x, s.next[(turn + 1) % 2]);
     }

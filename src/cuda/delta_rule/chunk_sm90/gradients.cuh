@@ -12,10 +12,10 @@
 //     3   it has 64 channels or, of K <= 64, 32: dq = scale e (d_o S^T) + P' k
 //                                                dk = -beta e (Y S^T) + w (R G^T) + (A' + A'^T) k + P'^T q
 //
-// The products of step 3 with states run while step 2 works on what its own gave, where registers allow; when they have ended,
-// half of step 2 is left, for the next states to come in. Two more warps make
-// dg and dbeta of the sums that the warpgroups leave. dq and dk leave through the tiles of q and k: a warpgroup writes only
-// the channels that it alone reads in step 3.
+// Where registers allow, products run while threads work on what others gave: k k^T and Y S^T, which need no R, beside
+// step 1, and the others of step 3 with states beside step 2. When they have ended, half of step 2 is left, for the next
+// states to come in. Two more warps make dg and dbeta of the sums that the warpgroups leave. dq and dk leave through
+// the tiles of q and k: a warpgroup writes only the channels that it alone reads in step 3.
 //
 // With K, V <= 64 two blocks are on a multiprocessor: a warpgroup alone has what it waits for filled by the other block's.
 #pragma once
@@ -44,19 +44,49 @@ struct OwnChannels {
   __device__ __forceinline__ OwnChannels(const unsigned char* memory, int group)
       : tile(memory + (Block::kSharesPanel ? 0 : group * PanelOfTokens::kBytes)),
         first(Block::kSharesPanel ? group * (Block::kChannels / 16) : 0) {}
+
+  __device__ __forceinline__ void load(int m, int warp, int lane, uint32_t (&x)[4]) const {
+    tile.load_a(16 * warp, first + m, lane, x);
+  }
+  __device__ __forceinline__ void store(int m, int warp, int lane, const uint32_t (&x)[4]) const {
+    tile.store_a(16 * warp, first + m, lane, x);
+  }
+};
+
+// The lane's two rows of them, kept in registers or loaded each time.
+template <class Block, bool kKept>
+struct OwnRows {
+  uint32_t kept[kKept ? Block::kChannels / 16 : 1][4];
+
+  __device__ __forceinline__ void load(const OwnChannels<Block>& own, int warp, int lane) {
+    if constexpr (kKept) {
+#pragma unroll
+      for (int m = 0; m < Block::kChannels / 16; ++m) own.load(m, warp, lane, kept[m]);
+    }
+  }
+  __device__ __forceinline__ void get(const OwnChannels<Block>& own, int m, int warp, int lane,
+                                      uint32_t (&x)[4]) const {
+    if constexpr (kKept) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = kept[m][e];
+    } else {
+      own.load(m, warp, lane, x);
+    }
+  }
 };
 
 // Scales the lane's two rows, and puts their inner products with those of the channels into `dots`.
-template <DType kType, class Block>
-__device__ __forceinline__ void scale_and_dot(const OwnChannels<Block>& own, const float* factors, float sign, int warp,
-                                              int lane, typename Block::Rows& sums, float* dots) {
+template <DType kType, class Block, bool kKept>
+__device__ __forceinline__ void scale_and_dot(const OwnChannels<Block>& own, const OwnRows<Block, kKept>& rows,
+                                              const float* factors, float sign, int warp, int lane,
+                                              typename Block::Rows& sums, float* dots) {
   const int i = 16 * warp + lane / 4;
   const float factor[2] = {sign * factors[i], sign * factors[i + 8]};
   float dot[2] = {0, 0};
 #pragma unroll
   for (int m = 0; m < Block::kChannels / 16; ++m) {
     uint32_t x[4];
-    own.tile.load_a(16 * warp, own.first + m, lane, x);
+    rows.get(own, m, warp, lane, x);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int half = e % 2;
@@ -101,13 +131,15 @@ struct Along {
   }
 };
 
-// kGrouped: dq and dk are sums over the value heads of a group, in registers. They leave no room for the products of step 3
-// beside those of step 2, which they then follow; nor does one warpgroup alone, whose sums of step 2 are twice as wide.
+// kGrouped: dq and dk are sums over the value heads of a group, in registers. They leave no room for products beside those
+// that come before, which they then follow; nor does one warpgroup alone, whose sums of step 2 are twice as wide.
 template <DType kType, class Block, bool kGrouped>
 struct GradientGroup {
   static constexpr int kWidth = Block::kWidth, kWorkers = Block::kWorkers, kChannels = Block::kChannels;
   static constexpr int kValueSteps = Block::kColumns / 16, kPairBlocks = Block::kPairColumns / 16;
   static constexpr bool kFollows = kGrouped || Block::kWorkGroups == 1;
+  using Channels = OwnChannels<Block>;
+  using ChannelRows = OwnRows<Block, !kGrouped>;
   using Keys = typename Block::Keys;
   using StatesTile = typename Block::StatesTile;
   using WrittenTile = typename Block::WrittenTile;
@@ -139,7 +171,7 @@ struct GradientGroup {
     const ValueTile v(s.v + group * ValueTile::kBytes);
     const WrittenTile Y(s.Y);
     float dot[2] = {0, 0};
-#pragma unroll
+#pragma unroll 1  // else ptxas has the products before it wait for what it loads
     for (int m = 0; m < kGroupColumns / 16; ++m) {
       uint32_t x[4], y[4];
       v.load_a(16 * warp, m, lane, x);
@@ -157,8 +189,70 @@ struct GradientGroup {
     }
   }
 
+  // By what the products of step 2 are multiplied: numbers of the lane's two rows, and, of its pairs, the decay from one
+  // token to the other and the norm of the latter. Also sP of these pairs.
+  struct PairFactors {
+    float2 gamma, rstd, beta, on_P;
+    Pairs of_pair;
+    Fragments<kPairBlocks> sP;
+  };
+
+  __device__ __forceinline__ void load_row_factors(const GradientNumbers& numbers, PairFactors& factors) const {
+    const int i = 16 * warp + lane / 4;
+    const auto rows = [&](const float* of) { return make_float2(of[i], of[i + 8]); };
+    factors.gamma = rows(numbers.row + chunk_16bit::kGamma * kChunkRows);
+    factors.rstd = rows(numbers.row + chunk_16bit::kRstdOfK * kChunkRows);
+    factors.beta = rows(numbers.token + kOnValue * kChunkRows);
+    const float2 rstd_of_q = rows(numbers.row + chunk_16bit::kRstdOfQ * kChunkRows);
+    const float scale = args.chunk.problem.scale;
+    factors.on_P = make_float2(scale * rstd_of_q.x, scale * rstd_of_q.y);
+  }
+
+  __device__ __forceinline__ void make_pair_factors(const GradientNumbers& numbers, int block,
+                                                    PairFactors& factors) const {
+    const float* row = numbers.row + Block::kPairColumns * group;
+    const float2 gamma_i = factors.gamma;
+#pragma unroll
+    for (int n = 2 * block; n < 2 * block + 2; ++n) {
+      const float2 gamma_j = column_pair(row + chunk_16bit::kGamma * kChunkRows, n, lane);
+      const float2 rstd_j = column_pair(row + chunk_16bit::kRstdOfK * kChunkRows, n, lane);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const bool right = e % 2 == 1, lower = e / 2 == 1;
+        factors.of_pair[n][e] = (right ? rstd_j.y : rstd_j.x) *
+                                exp2_approx((lower ? gamma_i.y : gamma_i.x) - (right ? gamma_j.y : gamma_j.x));
+      }
+    }
+  }
+
+  // What does not need R, and runs beside step 1 unless kFollows.
+  struct Early {
+    PairFactors factors;
+    Pairs kk;
+    Rows dk;
+  };
+
+  __device__ __forceinline__ void multiply_keys(const Keys& k, Pairs& kk) const {
+#pragma unroll
+    for (int m = 0; m < kKeySteps<kWidth>; ++m) {
+      wgmma<kType, Block::kPairColumns>(kk, k.along_rows(0, m), k.along_rows(group * Block::kPairColumns, m), m > 0);
+    }
+  }
+
+  // Y S^T.
+  __device__ __forceinline__ void multiply_writes(Rows& dk) const {
+    WrittenTile Y(s.Y);
+    // Else its descriptors are kept for dA, and as uniform registers are short, ptxas has all addresses in others.
+    Y.start = static_cast<uint32_t>(opaque(static_cast<int>(Y.start)));
+    const StatesTile S(s.S);
+#pragma unroll
+    for (int m = 0; m < kValueSteps; ++m) {
+      wgmma<kType, kChannels>(dk, Y.along_columns(0, m), S.along_columns(group * kChannels, m), m > 0);
+    }
+  }
+
   // Step 1.
-  __device__ __forceinline__ void writes(const Keys& k, const GradientNumbers& numbers, float* yv) const {
+  __device__ __forceinline__ void writes(const Keys& k, const GradientNumbers& numbers, float* yv, Early& early) const {
     const StatesTile S(s.S);
     const LowerTile J(s.J);
     const WrittenTile R(s.R);
@@ -170,19 +264,37 @@ struct GradientGroup {
     }
     wgmma_commit();
     dot_values(yv);
-    wgmma_wait<0>(X);
-    Fragments<kTokenSteps> bD;
     Values values;
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) {
       values.load(m, ValueTile(s.v + group * ValueTile::kBytes), numbers.token, warp, lane);
-      values.template correct<kType>(m, X, bD[m]);
     }
+    if constexpr (kFollows) {
+      wgmma_wait<0>(X);
+    } else {
+      wgmma_fence(early.kk);
+      multiply_keys(k, early.kk);
+      wgmma_commit();
+      wgmma_wait<1>(X);
+    }
+    Fragments<kTokenSteps> bD;
+#pragma unroll
+    for (int m = 0; m < kTokenSteps; ++m) values.template correct<kType>(m, X, bD[m]);
     wgmma_fence(X, bD);
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
     wgmma_commit();
-    wgmma_wait<0>(X);
+    load_row_factors(numbers, early.factors);
+    if constexpr (kFollows) {
+      wgmma_wait<0>(X);
+    } else {
+#pragma unroll
+      for (int block = 0; block < kPairBlocks; ++block) make_pair_factors(numbers, block, early.factors);
+      wgmma_fence(early.dk);
+      multiply_writes(early.dk);
+      wgmma_commit();
+      wgmma_wait<1>(X, early.kk);
+    }
     release(s.first_free);
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) {
@@ -202,34 +314,29 @@ struct GradientGroup {
   // and both become sums of M. Without a branch on what products on their way have to do with: columns above the diagonal
   // give zeros.
   template <int kFrom, int kTo>
-  __device__ __forceinline__ void make_pairs(const GradientNumbers& numbers, const Pairs& dP, const Pairs& dA,
-                                             const Pairs& kk, PairSums& sums) const {
+  __device__ __forceinline__ void make_pairs(const GradientNumbers& numbers, PairFactors& factors, const Pairs& dP,
+                                             const Pairs& dA, const Pairs& kk, PairSums& sums) const {
     const LowerTile P(s.P), A(s.A);
     const int i = 16 * warp + lane / 4;
-    const auto rows = [&](const float* of) { return make_float2(of[i], of[i + 8]); };
-    const float* gamma = numbers.row + chunk_16bit::kGamma * kChunkRows;
-    const float* rstd = numbers.row + chunk_16bit::kRstdOfK * kChunkRows;
-    const float2 gamma_i = rows(gamma), rstd_i = rows(rstd), beta = rows(numbers.token + kOnValue * kChunkRows);
-    float2 on_P = rows(numbers.row + chunk_16bit::kRstdOfQ * kChunkRows);
-    on_P = make_float2(args.chunk.problem.scale * on_P.x, args.chunk.problem.scale * on_P.y);
+    const float2 rstd_i = factors.rstd, on_P = factors.on_P, beta = factors.beta;
 #pragma unroll
     for (int block = kFrom; block < kTo; ++block) {
       const int m = kPairBlocks * group + block;
-      uint32_t sP[4], a[4];
-      P.load_a(16 * warp, m, lane, sP);
+      if constexpr (kFollows) {
+        make_pair_factors(numbers, block, factors);
+        P.load_a(16 * warp, m, lane, factors.sP[block]);
+      }
+      uint32_t p[4], a[4];
       float p_operand[2][4], a_operand[2][4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int n = 2 * block + h, j = 16 * kPairBlocks * group + 8 * n + 2 * (lane % 4);
-        const float2 gamma_j = *reinterpret_cast<const float2*>(gamma + j);
-        const float2 rstd_j = *reinterpret_cast<const float2*>(rstd + j);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const bool right = e % 2 == 1, lower = e / 2 == 1;
           const int distance = i + (lower ? 8 : 0) - j - (right ? 1 : 0);
-          const float2 pair = unpack<kType>(sP[2 * h + e / 2]);
-          const float f = (right ? rstd_j.y : rstd_j.x) *
-                          exp2_approx((lower ? gamma_i.y : gamma_i.x) - (right ? gamma_j.y : gamma_j.x));
+          const float2 pair = unpack<kType>(factors.sP[block][2 * h + e / 2]);
+          const float f = factors.of_pair[n][e];
           p_operand[h][e] = distance >= 0 ? (lower ? on_P.y : on_P.x) * f * dP[n][e] : 0.0f;
           const float of_p = distance >= 0 ? dP[n][e] * (right ? pair.y : pair.x) : 0.0f;
           const float x = -(dA[n][e] * ((lower ? rstd_i.y : rstd_i.x) * f)), b = lower ? beta.y : beta.x;
@@ -241,8 +348,8 @@ struct GradientGroup {
           (lower ? sums.below.y : sums.below.x) += m < warp ? sums.M[n][e] : 0.0f;
         }
       }
-      pack_a<kType>(p_operand[0], p_operand[1], sP);
-      P.store_a(16 * warp, m, lane, sP);
+      pack_a<kType>(p_operand[0], p_operand[1], p);
+      P.store_a(16 * warp, m, lane, p);
       pack_a<kType>(a_operand[0], a_operand[1], a);
       if (m < warp) {
         A.store_c_transposed(16 * m, warp, lane, a);
@@ -287,7 +394,7 @@ struct GradientGroup {
   __device__ __forceinline__ void dot_states() const {
     constexpr int kBytes = StatesTile::kBytes / kWorkers;
     float sum = 0;
-#pragma unroll
+#pragma unroll 4  // not more: the code of an item is long
     for (int at = 0; at < kBytes; at += 16) {
       const uint32_t offset = swizzled(Swizzle::k128, static_cast<uint32_t>(thread * kBytes + at));
       const uint4 x = *reinterpret_cast<const uint4*>(s.S + offset), y = *reinterpret_cast<const uint4*>(s.G + offset);
@@ -302,34 +409,46 @@ struct GradientGroup {
     if (lane == 0) s.sums.state_dot[thread / kWarpSize] = sum;
   }
 
-  // dq or dk to its channels, in the place of q or k. `along` is x . dx of the lane's two rows, for the norm.
-  __device__ __forceinline__ void leave(const OwnChannels<Block>& own, const float* rstd, float2 along,
-                                        const Rows& sums) const {
+  // What the norm of q or k takes from its gradient. `along` is x . dx of the lane's two rows.
+  __device__ __forceinline__ void take_along(const Channels& own, const ChannelRows& rows, const float* rstd,
+                                             float2 along, Rows& sums) const {
     const int i = 16 * warp + lane / 4;
-    const bool norm = args.chunk.problem.qk_l2norm;
-    const float factor[2] = {norm ? rstd[i] * rstd[i] * along.x : 0.0f,
-                             norm ? rstd[i + 8] * rstd[i + 8] * along.y : 0.0f};
+    const float factor[2] = {rstd[i] * rstd[i] * along.x, rstd[i + 8] * rstd[i + 8] * along.y};
 #pragma unroll
     for (int m = 0; m < kChannels / 16; ++m) {
       uint32_t x[4];
-      own.tile.load_a(16 * warp, own.first + m, lane, x);
+      rows.get(own, m, warp, lane, x);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float* sum = &sums[2 * m + e / 2][e % 2 * 2];
+        float* sum = &sums[2 * m + e / 2][e % 2 * 2];
         const float2 y = unpack<kType>(x[e]);
-        x[e] = norm ? pack<kType>(fmaf(-factor[e % 2], y.x, sum[0]), fmaf(-factor[e % 2], y.y, sum[1]))
-                    : pack<kType>(sum[0], sum[1]);
+        sum[0] = fmaf(-factor[e % 2], y.x, sum[0]);
+        sum[1] = fmaf(-factor[e % 2], y.y, sum[1]);
       }
-      own.tile.store_a(16 * warp, own.first + m, lane, x);
+    }
+  }
+
+  // dq or dk to its channels, in the place of q or k.
+  __device__ __forceinline__ void leave(const Channels& own, const Rows& sums) const {
+#pragma unroll
+    for (int m = 0; m < kChannels / 16; ++m) {
+      uint32_t x[4];
+      pack_a<kType>(sums[2 * m], sums[2 * m + 1], x);
+      own.store(m, warp, lane, x);
     }
   }
 
   __device__ __forceinline__ void store_keys(const Item& item, const GradientNumbers& numbers, const uint32_t& keys,
-                                             const Along& along, const Rows& dq, const Rows& dk) const {
-    const OwnChannels<Block> q(s.q[keys % 2], group), k(s.k[keys % 2], group);
+                                             const ChannelRows& q_rows, const ChannelRows& k_rows, const Along& along,
+                                             Rows& dq, Rows& dk) const {
+    const Channels q(s.q[keys % 2], group), k(s.k[keys % 2], group);
+    if (args.chunk.problem.qk_l2norm) {
+      take_along(q, q_rows, numbers.row + chunk_16bit::kRstdOfQ * kChunkRows, along.q, dq);
+      take_along(k, k_rows, numbers.row + chunk_16bit::kRstdOfK * kChunkRows, along.k, dk);
+    }
     half_barrier(group);  // all warps have waited for the products that read the channels
-    leave(q, numbers.row + chunk_16bit::kRstdOfQ * kChunkRows, along.q, dq);
-    leave(k, numbers.row + chunk_16bit::kRstdOfK * kChunkRows, along.k, dk);
+    leave(q, dq);
+    leave(k, dk);
     fence_async_proxy();
     if constexpr (Block::kSharesPanel) {
       named_barrier<kKeysReady>(kWorkers);
@@ -343,8 +462,14 @@ struct GradientGroup {
     if (args.dq.present()) store_box(maps.dq, {column, at.head, at.missing, at.end, at.batch}, q.tile.panel(0));
     if (args.dk.present()) store_box(maps.dk, {column, at.head, at.missing, at.end, at.batch}, k.tile.panel(0));
     commit_stores();
+  }
+
+  // By the thread that had dq and dk of the key head before stored: k and q of the one after this may take their place. It
+  // does not wait when it has started the copies, which take longer than step 1: its warpgroup would wait for it.
+  __device__ __forceinline__ void end_storing(const Item& item, const uint32_t& keys) const {
+    if (!item.first || keys == 0 || thread % (Block::kSharesPanel ? kWorkers : kGroupThreads) != 0) return;
     wait_stores_read<0>();
-    s.keys_free[keys % 2].arrive();
+    s.keys_free[(keys - 1) % 2].arrive();
   }
 
   struct GroupSums {
@@ -360,17 +485,24 @@ struct GradientGroup {
 
   // Steps 2 and 3.
   __device__ __forceinline__ void gradients(const Item& item, const GradientNumbers& numbers, const uint32_t& keys,
-                                            Along& along, GroupSums& sums) {
+                                            uint32_t turn, Early& early, Along& along, GroupSums& sums) {
     const Keys k(s.k[keys % 2]), q(s.q[keys % 2]);
     const typename Block::ValuesTile d_o(s.d_o);
-    const OwnChannels<Block> my_k(s.k[keys % 2], group), my_q(s.q[keys % 2], group);
+    const Channels my_k(s.k[keys % 2], group), my_q(s.q[keys % 2], group);
     const StatesTile S(s.S), G(s.G);
     const WrittenTile Y(s.Y), R(s.R);
     const LowerTile P(s.P), A(s.A);
     const int channel = group * kChannels, column = group * Block::kPairColumns;
-    Pairs dP, dA, kk;
-    Rows dq, dk, x;
-    wgmma_fence(dP, dA, kk);
+    PairFactors& factors = early.factors;
+    Pairs dP, dA, &kk = early.kk;
+    Rows dq, &dk = early.dk, x;
+    if constexpr (!kFollows) {
+#pragma unroll
+      for (int block = 0; block < kPairBlocks; ++block) {
+        P.load_a(16 * warp, kPairBlocks * group + block, lane, factors.sP[block]);
+      }
+    }
+    wgmma_fence(dP, dA);
 #pragma unroll
     for (int m = 0; m < kValueSteps; ++m) {
       wgmma<kType, Block::kPairColumns>(dP, d_o.along_rows(0, m), R.along_columns(column, m), m > 0);
@@ -379,20 +511,20 @@ struct GradientGroup {
     for (int m = 0; m < kValueSteps; ++m) {
       wgmma<kType, Block::kPairColumns>(dA, Y.along_columns(0, m), R.along_columns(column, m), m > 0);
     }
-#pragma unroll
-    for (int m = 0; m < kKeySteps<kWidth>; ++m) {
-      wgmma<kType, Block::kPairColumns>(kk, k.along_rows(0, m), k.along_rows(column, m), m > 0);
+    if constexpr (kFollows) {
+      wgmma_fence(kk);
+      multiply_keys(k, kk);
     }
     wgmma_commit();
     const auto read_states = [&] {
-      wgmma_fence(dq, dk, x);
+      wgmma_fence(dq, x);
 #pragma unroll
       for (int m = 0; m < kValueSteps; ++m) {
         wgmma<kType, kChannels>(dq, d_o.along_rows(0, m), S.along_columns(channel, m), m > 0);
       }
-#pragma unroll
-      for (int m = 0; m < kValueSteps; ++m) {
-        wgmma<kType, kChannels>(dk, Y.along_columns(0, m), S.along_columns(channel, m), m > 0);
+      if constexpr (kFollows) {
+        wgmma_fence(dk);
+        multiply_writes(dk);
       }
 #pragma unroll
       for (int m = 0; m < kValueSteps; ++m) {
@@ -409,22 +541,31 @@ struct GradientGroup {
     PairSums of_pairs;
     if constexpr (kFollows) {
       wgmma_wait<0>(dP, dA, kk);
-      make_pairs<0, kPairBlocks>(numbers, dP, dA, kk, of_pairs);
+      make_pairs<0, kPairBlocks>(numbers, factors, dP, dA, kk, of_pairs);
+      s.sums_free.wait(turn % 2 ^ 1);
       leave_sums(of_pairs);
       read_states();
       end_reading();
     } else {
       read_states();
-      wgmma_wait<1>(dP, dA, kk);
-      make_pairs<0, 1>(numbers, dP, dA, kk, of_pairs);
+      wgmma_wait<1>(dP, dA, dk);
+      make_pairs<0, 1>(numbers, factors, dP, dA, kk, of_pairs);
+      s.sums_free.wait(turn % 2 ^ 1);
       end_reading();
-      make_pairs<1, kPairBlocks>(numbers, dP, dA, kk, of_pairs);
+      make_pairs<1, kPairBlocks>(numbers, factors, dP, dA, kk, of_pairs);
       leave_sums(of_pairs);
     }
     forget();
-    scale_and_dot<kType>(my_q, numbers.token + kOnQueryRead * kChunkRows, 1.0f, warp, lane, dq, s.sums.a_q.of[group]);
-    scale_and_dot<kType>(my_k, numbers.token + kOnKeyRead * kChunkRows, -1.0f, warp, lane, dk, s.sums.a_k.of[group]);
-    scale_and_dot<kType>(my_k, numbers.token + kOnWrite * kChunkRows, 1.0f, warp, lane, x, s.sums.b.of[group]);
+    ChannelRows q_rows, k_rows;
+    const auto scale = [&](const Channels& own, const ChannelRows& rows, TokenFactor factor, float sign, Rows& of,
+                           float* dots) {
+      scale_and_dot<kType>(own, rows, numbers.token + factor * kChunkRows, sign, warp, lane, of, dots);
+    };
+    q_rows.load(my_q, warp, lane);
+    k_rows.load(my_k, warp, lane);
+    scale(my_q, q_rows, kOnQueryRead, 1.0f, dq, s.sums.a_q.of[group]);
+    scale(my_k, k_rows, kOnKeyRead, -1.0f, dk, s.sums.a_k.of[group]);
+    scale(my_k, k_rows, kOnWrite, 1.0f, x, s.sums.b.of[group]);
     const float* beta = numbers.token + kOnValue * kChunkRows + 16 * warp + lane / 4;
     const float beta_of[2] = {beta[0], beta[8]};
 #pragma unroll
@@ -455,7 +596,7 @@ struct GradientGroup {
     }
     if (item.last) {
       forget();
-      store_keys(item, numbers, keys, along, kGrouped ? sums.q : dq, kGrouped ? sums.k : dk);
+      store_keys(item, numbers, keys, q_rows, k_rows, along, kGrouped ? sums.q : dq, kGrouped ? sums.k : dk);
     }
   }
 
@@ -467,18 +608,22 @@ struct GradientGroup {
       const Item& item = s.items[turn % 2];
       const uint32_t& keys = s.keys[turn % 2];
       const GradientNumbers& numbers = s.numbers[turn % 2];
-      if (item.span.sequence < 0) return;
+      if (item.span.sequence < 0) {
+        wait_stores_read<0>();
+        return;
+      }
       if (item.first) s.keys_filled[keys % 2].wait(keys / 2 % 2);
       s.first_filled.wait(turn % 2);
       forget();
-      writes(Keys(s.k[keys % 2]), numbers, s.sums.yv[turn % 2].of[group]);
+      Early early;
+      writes(Keys(s.k[keys % 2]), numbers, s.sums.yv[turn % 2].of[group], early);
       fence_async_proxy();
       named_barrier<kWritesReady>(kWorkers);
       forget();
+      end_storing(item, keys);
       s.second_filled.wait(turn % 2);
       s.third_filled.wait(turn % 2);
-      s.sums_free.wait(turn % 2 ^ 1);
-      gradients(item, numbers, keys, along, sums);
+      gradients(item, numbers, keys, turn, early, along, sums);
       release(s.numbers_free[turn % 2]);
     }
   }
@@ -533,6 +678,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
   constexpr int kWarps = Block::kWorkers / kWarpSize, kTokenWarps = kChunkRows / kWarpSize;
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
+      s.named[i].init(1);
       s.numbers_filled[i].init(1);
       s.numbers_free[i].init(kWarps + kTokenWarps + 1);
       s.keys_filled[i].init(1);
@@ -549,6 +695,11 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
     fence_barrier_init();
   }
   const auto thread = static_cast<int>(threadIdx.x);
+  if (thread == Block::kWorkers) {
+    for (const TensorMap* map : {&maps.v, &maps.J, &maps.S, &maps.Y, &maps.k, &maps.q, &maps.d_o, &maps.G, &maps.sP}) {
+      prefetch_map(*map);
+    }
+  }
   wait_for_previous_kernels();
   __syncthreads();
   const int warp = uniform_warp(), lane = thread % kWarpSize;
