@@ -2,7 +2,7 @@
 // decays and norms inside three copies of the keys, which the factors made. See ../chunk.cuh for the equations. A state
 // warpgroup goes through a chunk with five groups of products:
 //
-//     X = S^T reader^T               while it runs, o of the chunk before leaves
+//     X = S^T reader^T               while it runs, o of the chunk before goes to shared memory
 //     O = S^T query^T
 //     X = bD^T J^T                   bD^T = beta (v^T - X); while it runs, S is scaled by e_n, a number per channel
 //     S = S + R^T writer             R^T = X, rounded
@@ -17,6 +17,10 @@
 //     solve    query, J              until R is there
 //     write    writer, sP, e_n       until the chunk's end
 //
+// The last warpgroup brings them and stores o, which a warpgroup of the state hands over with the barriers `there` and
+// `taken` of its columns. o is announced a good while after it was written, behind products that the tensor cores are then
+// busy with: the fence before that waits until the writes have ended.
+//
 // Rows beyond the tokens of a chunk are zeros in the copies of the keys and in v. A scan of maps (segment_plan.h) has neither
 // O nor its operands.
 #pragma once
@@ -30,7 +34,7 @@
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
-// A block has kGroups warpgroups of the state, and one more, of which three warps have work.
+// A block has kGroups warpgroups of the state, and one more that serves them.
 template <int kK, int kGroups, bool kMaps>
 struct ChannelBlock {
   static_assert(kK == 128 || (kGroups == 1 && !kMaps));
@@ -59,6 +63,11 @@ struct ChannelBlock {
   static constexpr uint32_t kSolveBytes = LowerTile::kBytes + (kMaps ? 0 : KeyTile<kK>::kBytes);
   static constexpr uint32_t kWriteBytes = KeyTile<kK>::kBytes + kTotalBytes + (kMaps ? 0 : LowerTile::kBytes);
 
+  // `there` and `taken`: phases of every chunk.
+  struct Handed {
+    TransactionBarrier there, taken;
+  };
+
   struct alignas(1024) Shared {
     Read read[kReadDepth];
     Solve solve[kDepth];
@@ -68,6 +77,7 @@ struct ChannelBlock {
     alignas(16) float total[kDepth][kK];
     RingBarriers<kReadDepth> of_read;
     RingBarriers<kDepth> of_solve, of_write;
+    Handed of_o[kGroups];
     ForwardWork work[kGroups];  // of a warpgroup: here it takes no registers
   };
   static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
@@ -75,6 +85,7 @@ struct ChannelBlock {
   struct Turns {
     RingTurn<kReadDepth> read;
     RingTurn<kDepth> other;
+    uint32_t outputs = 0;  // the number of the next o
 
     __device__ __forceinline__ void next() {
       read.next();
@@ -148,6 +159,38 @@ struct ChannelScanBringer {
   }
 };
 
+// The warp that stores o, by one lane.
+template <class Shape>
+struct ChannelScanStorer {
+  const ForwardArgs& args;
+  const ChannelScanMaps& maps;
+  typename Shape::Shared& s;
+
+  __device__ __forceinline__ void store(int group, const ScanPart& part, const RowsPlace& at, uint32_t parity) const {
+    typename Shape::Handed& handed = s.of_o[group];
+    const int column = part.column + group * kGroupColumns;
+    handed.there.wait(parity);
+    if (args.o.present() && column < args.problem.head_dim_v) {
+      store_box(maps.o, {column, at.head, at.missing, at.end, at.batch}, ValueTile(s.o[group]).panel(0));
+      commit_stores();
+      wait_stores_read<0>();
+    }
+    handed.taken.arrive();
+  }
+
+  __device__ __forceinline__ void run(int64_t parts) const {
+    uint32_t parity = 0;
+    const auto store_part = [&](const ScanPart& part, const Walk& walk) {
+      for (int c = 0; c < walk.chunks; ++c, parity ^= 1) {
+        const RowsPlace at = rows_of(args, walk, c, part.head);
+#pragma unroll
+        for (int i = 0; i < Shape::kStateGroups; ++i) store(i, part, at, parity);
+      }
+    };
+    for_each_forward_part<Shape::kWidth, Shape::kMakesMaps>(args, parts, Shape::kColumns, store_part);
+  }
+};
+
 // A warpgroup of the state
 // ----------------------------------------------------------------------------------------------------------
 
@@ -176,23 +219,19 @@ struct ChannelStateGroup {
   static constexpr bool kMaps = Shape::kMakesMaps;
   const StateColumns<kK, Shape::kStateGroups>& own;
   typename Shape::Shared& s;
-  const TensorMap& o_map;
-  bool leader;  // the thread that stores o
 
-  // o^T through shared memory to the rows of a chunk. The tile is free when the store before has read it.
-  __device__ __forceinline__ void store_outputs(const Fragments<kTokenSteps>& o, int c) const {
+  // o^T to shared memory, from where it is stored once it is announced. The tile is free when the o before has left.
+  __device__ __forceinline__ void put_outputs(const Fragments<kTokenSteps>& o, typename Shape::Turns& turn) const {
     const ValueTile tile(s.o[own.group]);
-    if (leader) wait_stores_read<0>();
-    group_barrier(own.group);
+    s.of_o[own.group].taken.wait(turn.outputs ^ 1);
+    turn.outputs ^= 1;
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) tile.store_c_transposed(16 * m, own.warp, own.lane, o[m]);
+  }
+  __device__ __forceinline__ void announce_outputs() const {
     fence_async_proxy();
-    group_barrier(own.group);
-    if (leader && own.args.o.present() && own.first_column() < own.args.problem.head_dim_v) {
-      const RowsPlace at = rows_of(own.args, own.walk, c, own.part.head);
-      store_box(o_map, {own.first_column(), at.head, at.missing, at.end, at.batch}, tile.panel(0));
-      commit_stores();
-    }
+    __syncwarp();
+    if (own.lane == 0) s.of_o[own.group].there.arrive();
   }
 
   // One part. S and O of a chunk are handed to the next one rounded, as in scan.cuh.
@@ -222,7 +261,7 @@ struct ChannelStateGroup {
       if constexpr (kMaps) {
         wgmma_wait<0>(X);
       } else {
-        if (c > 0) store_outputs(rO, c - 1);
+        if (c > 0) put_outputs(rO, turn);
         s.of_solve.filled[at].wait(turn.other.parity);
         wgmma_fence(O);
 #pragma unroll
@@ -238,6 +277,9 @@ struct ChannelStateGroup {
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
       wgmma_commit();
+      if constexpr (!kMaps) {
+        if (c > 0) announce_outputs();
+      }
       s.of_write.filled[at].wait(turn.other.parity);
 #pragma unroll
       for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile(column_pair(s.total[at], n, lane), S[n], S[n]);
@@ -270,7 +312,10 @@ struct ChannelStateGroup {
     if constexpr (kMaps) {
       own.end_map(S);
     } else {
-      if (walk.chunks > 0) store_outputs(rO, walk.chunks - 1);
+      if (walk.chunks > 0) {
+        put_outputs(rO, turn);
+        announce_outputs();
+      }
       own.save_state(walk.chunks, true, S);
     }
   }
@@ -286,6 +331,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     s.of_read.init(Shape::kStateWarps);
     s.of_solve.init(Shape::kStateWarps);
     s.of_write.init(Shape::kStateWarps);
+    for (typename Shape::Handed& handed : s.of_o) {
+      handed.there.init(kGroupWarps);
+      handed.taken.init(1);
+    }
     fence_barrier_init();
   }
   wait_for_previous_kernels();
@@ -294,12 +343,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
     if constexpr (Shape::kTakesRegisters) give_registers<Shape::kOtherRegisters>();
-    const int ring = warp - Shape::kStateWarps;
-    if (ring < ChannelScanBringer<Shape>::kRings && elect_one())
-      ChannelScanBringer<Shape>{args, maps, s}.run(parts, ring);
+    const int servant = warp - Shape::kStateWarps;
+    if (!elect_one()) return;
+    if (servant < ChannelScanBringer<Shape>::kRings) {
+      ChannelScanBringer<Shape>{args, maps, s}.run(parts, servant);
+    } else if constexpr (!Shape::kMakesMaps) {
+      ChannelScanStorer<Shape>{args, maps, s}.run(parts);
+    }
   } else {
     if constexpr (Shape::kTakesRegisters) take_registers<Shape::kStateRegisters>();
-    const bool leader = threadIdx.x % kGroupThreads == 0;
     typename Shape::Turns turn;
     const int group = warp / kGroupWarps;
     const auto find = [&](int64_t at) {
@@ -309,9 +361,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
       const auto& [part, walk, ends] = s.work[group];
       const StateColumns<Shape::kWidth, Shape::kStateGroups> own{
           args, part, walk, ends, group, warp % kGroupWarps, opaque_below<kWarpSize>(lane)};
-      ChannelStateGroup<kType, Shape>{own, s, maps.o, leader}.run(turn);
+      ChannelStateGroup<kType, Shape>{own, s}.run(turn);
     });
-    if (leader) wait_stores_read<0>();
   }
 }
 
