@@ -4,18 +4,19 @@
 //
 //     X = S^T reader^T               while it runs, o of the chunk before goes to shared memory
 //     O = S^T query^T
-//     X = bD^T J^T                   bD^T = beta (v^T - X); while it runs, S is scaled by e_n, a number per channel
+//     X = bD^T J^T                   bD^T = beta (v^T - X)
 //     S = S + R^T writer             R^T = X, rounded
-//     O = O + R^T sP^T               while it runs, S is rounded for the next chunk
+//     O = O + R^T sP^T               while it runs, S is rounded for the next chunk, and scaled by its e_n, a number per
+//                                    channel
 //
 // With K <= 64 two blocks of 64 columns are on a multiprocessor, as in scan.cuh.
 //
 // A chunk has 80 KB of operands, K <= 64 40 KB, and memory is what binds. They come in three rings, in the order in which
 // they are used, so that the copies of a later chunk begin where a product of this one has ended:
 //
-//     read     reader, v, beta       until bD is made
-//     solve    query, J              until R is there
-//     write    writer, sP, e_n       until the chunk's end
+//     read     reader, v, beta, e_n    until bD is made
+//     solve    query, J                until R is there
+//     write    writer, sP              until the chunk's end
 //
 // The last warpgroup brings them and stores o, which a warpgroup of the state hands over with the barriers `there` and
 // `taken` of its columns. o is announced a good while after it was written, behind products that the tensor cores are then
@@ -60,8 +61,9 @@ struct ChannelBlock {
     unsigned char writer[KeyTile<kK>::kBytes], sP[kMaps ? 1024 : LowerTile::kBytes];
   };
   static constexpr uint32_t kBetaBytes = kChunkRows * sizeof(float), kTotalBytes = kK * sizeof(float);
+  static constexpr uint32_t kReadBytes = sizeof(Read) + kBetaBytes + kTotalBytes;
   static constexpr uint32_t kSolveBytes = LowerTile::kBytes + (kMaps ? 0 : KeyTile<kK>::kBytes);
-  static constexpr uint32_t kWriteBytes = KeyTile<kK>::kBytes + kTotalBytes + (kMaps ? 0 : LowerTile::kBytes);
+  static constexpr uint32_t kWriteBytes = KeyTile<kK>::kBytes + (kMaps ? 0 : LowerTile::kBytes);
 
   // `there` and `taken`: phases of every chunk.
   struct Handed {
@@ -74,7 +76,7 @@ struct ChannelBlock {
     Write write[kDepth];
     unsigned char o[kGroups][ValueTile::kBytes];
     alignas(16) float beta[kReadDepth][kChunkRows];
-    alignas(16) float total[kDepth][kK];
+    alignas(16) float total[kReadDepth][kK];
     RingBarriers<kReadDepth> of_read;
     RingBarriers<kDepth> of_solve, of_write;
     Handed of_o[kGroups];
@@ -110,13 +112,15 @@ struct ChannelScanBringer {
     const int at = turn.at;
     TransactionBarrier& filled = s.of_read.filled[at];
     s.of_read.free[at].wait(turn.parity ^ 1);
-    filled.arrive_expecting(sizeof(typename Shape::Read) + Shape::kBetaBytes);
+    filled.arrive_expecting(Shape::kReadBytes);
     load_copy<Shape::kWidth>(s.read[at].reader, maps.keys, kReader, item, filled);
 #pragma unroll
     for (int i = 0; i < Shape::kStateGroups; ++i) {
       load_panels(ValueTile(s.read[at].v[i]), maps.v, column + i * kGroupColumns, value_columns(args), values, filled);
     }
     load_bytes(shared_address(s.beta[at]), args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes, filled);
+    load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * Shape::kWidth, Shape::kTotalBytes,
+               filled);
   }
 
   __device__ __forceinline__ void bring_solve(int item, const RingTurn<Shape::kDepth>& turn) const {
@@ -137,8 +141,6 @@ struct ChannelScanBringer {
     filled.arrive_expecting(Shape::kWriteBytes);
     load_copy<Shape::kWidth>(s.write[at].writer, maps.keys, kWriter, item, filled);
     if constexpr (!Shape::kMakesMaps) load_lower(s.write[at].sP, maps.sP, item, filled);
-    load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * Shape::kWidth, Shape::kTotalBytes,
-               filled);
   }
 
   __device__ __forceinline__ void run(int64_t parts, int ring) const {
@@ -194,24 +196,32 @@ struct ChannelScanStorer {
 // A warpgroup of the state
 // ----------------------------------------------------------------------------------------------------------
 
-// bD^T = beta (v^T - X), in place of X, and rounded.
-template <DType kType>
-__device__ __forceinline__ void correct_values(const ValueTile& values, const float* beta, int warp, int lane,
-                                               TokenSums& X, Fragments<kTokenSteps>& bD) {
+// What bD^T = beta (v^T - X) is made of beside X.
+struct ChannelValues {
+  Fragments<kTokenSteps> v;
+  float2 beta[kTokenTiles];
+
+  __device__ __forceinline__ void load(const ValueTile& values, const float* factors, int warp, int lane) {
 #pragma unroll
-  for (int m = 0; m < kTokenSteps; ++m) {
-    uint32_t v[4];
-    values.load_c_transposed(16 * m, warp, lane, v);
+    for (int m = 0; m < kTokenSteps; ++m) values.load_c_transposed(16 * m, warp, lane, v[m]);
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) beta[n] = column_pair(factors, n, lane);
+  }
+
+  // Tokens [16 m, 16 m + 16) of bD^T, rounded.
+  template <DType kType>
+  __device__ __forceinline__ void correct(int m, const TokenSums& X, uint32_t (&bD)[4]) const {
+    float scaled[2][4];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int n = 2 * m + h;
-      const float2 low = unpack<kType>(v[2 * h]), high = unpack<kType>(v[2 * h + 1]);
+      const float2 low = unpack<kType>(v[m][2 * h]), high = unpack<kType>(v[m][2 * h + 1]);
       const float difference[4] = {low.x - X[n][0], low.y - X[n][1], high.x - X[n][2], high.y - X[n][3]};
-      scale_tile(column_pair(beta, n, lane), difference, X[n]);
+      scale_tile(beta[n], difference, scaled[h]);
     }
-    pack_a<kType>(X[2 * m], X[2 * m + 1], bD[m]);
+    pack_a<kType>(scaled[0], scaled[1], bD);
   }
-}
+};
 
 template <DType kType, class Shape>
 struct ChannelStateGroup {
@@ -220,13 +230,16 @@ struct ChannelStateGroup {
   const StateColumns<kK, Shape::kStateGroups>& own;
   typename Shape::Shared& s;
 
-  // o^T to shared memory, from where it is stored once it is announced. The tile is free when the o before has left.
-  __device__ __forceinline__ void put_outputs(const Fragments<kTokenSteps>& o, typename Shape::Turns& turn) const {
+  // o^T to shared memory, whose tile is free, from where it is stored once it is announced.
+  __device__ __forceinline__ void put_outputs(const Fragments<kTokenSteps>& o) const {
     const ValueTile tile(s.o[own.group]);
-    s.of_o[own.group].taken.wait(turn.outputs ^ 1);
-    turn.outputs ^= 1;
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) tile.store_c_transposed(16 * m, own.warp, own.lane, o[m]);
+  }
+  // The tile is free when the o before has left.
+  __device__ __forceinline__ void wait_outputs_taken(typename Shape::Turns& turn) const {
+    s.of_o[own.group].taken.wait(turn.outputs ^ 1);
+    turn.outputs ^= 1;
   }
   __device__ __forceinline__ void announce_outputs() const {
     fence_async_proxy();
@@ -234,7 +247,22 @@ struct ChannelStateGroup {
     if (own.lane == 0) s.of_o[own.group].there.arrive();
   }
 
-  // One part. S and O of a chunk are handed to the next one rounded, as in scan.cuh.
+  // Until the chunk has what it begins with.
+  __device__ __forceinline__ void wait_for_chunk(const typename Shape::Turns& turn) const {
+    s.of_read.filled[turn.read.at].wait(turn.read.parity);
+    s.of_solve.filled[turn.other.at].wait(turn.other.parity);
+  }
+  // The state before chunk c as the product that advances it wants it, once it has been saved.
+  __device__ __forceinline__ void scale_state(int c, const typename Shape::Turns& turn, StateSums<kK>& S) const {
+    if constexpr (!kMaps) {
+      if (own.args.state_width == 0 && own.args.chunk_states.present()) own.save_state(c, false, S);
+    }
+#pragma unroll
+    for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile(column_pair(s.total[turn.read.at], n, own.lane), S[n], S[n]);
+  }
+
+  // One part. S and O of a chunk are handed to the next one rounded, as in scan.cuh, and S scaled: ptxas would have sums that
+  // the loop brings wait for a product on its way. What the next chunk begins with is waited for beside the last products.
   __device__ __forceinline__ void run(typename Shape::Turns& turn) const {
     const Walk& walk = own.walk;
     const int warp = own.warp, lane = own.lane;
@@ -247,22 +275,29 @@ struct ChannelStateGroup {
     Fragments<kKeySteps<kK>> rS;
     round_sums<kType, kKeySteps<kK>>(S, rS);
     [[maybe_unused]] Fragments<kTokenSteps> rO;
-    for (int c = 0; c < walk.chunks; ++c, turn.next()) {
-      if constexpr (!kMaps) own.save_chunk_state(c, rS, S);
+    if (walk.chunks > 0) {
+      wait_for_chunk(turn);
+      scale_state(0, turn, S);
+    }
+    for (int c = 0; c < walk.chunks; ++c) {
+      if constexpr (!kMaps) {
+        if (own.args.state_width > 0) own.save_rounded_state(c, rS);
+      }
       const int first = turn.read.at, at = turn.other.at;
+      const uint32_t parity = turn.other.parity;
       const KeyTile<kK> reader(s.read[first].reader), query(s.solve[at].query), writer(s.write[at].writer);
       const LowerTile J(s.solve[at].J), sP(s.write[at].sP);
       TokenSums X, O;
-      s.of_read.filled[first].wait(turn.read.parity);
       wgmma_fence(X, rS);
 #pragma unroll
       for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rS[m], reader.along_rows(0, m), m > 0);
       wgmma_commit();
+      ChannelValues values;
+      values.load(ValueTile(s.read[first].v[own.group]), s.beta[first], warp, lane);
       if constexpr (kMaps) {
         wgmma_wait<0>(X);
       } else {
-        if (c > 0) put_outputs(rO, turn);
-        s.of_solve.filled[at].wait(turn.other.parity);
+        if (c > 0) put_outputs(rO);
         wgmma_fence(O);
 #pragma unroll
         for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(O, rS[m], query.along_rows(0, m), m > 0);
@@ -270,40 +305,48 @@ struct ChannelStateGroup {
         wgmma_wait<1>(X);
       }
       Fragments<kTokenSteps> bD, R;
-      correct_values<kType>(ValueTile(s.read[first].v[own.group]), s.beta[first], warp, lane, X, bD);
-      release(s.of_read.free[first], lane);
-      if constexpr (kMaps) s.of_solve.filled[at].wait(turn.other.parity);
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) values.template correct<kType>(m, X, bD[m]);
       wgmma_fence(X, bD);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
       wgmma_commit();
+      release(s.of_read.free[first], lane);
       if constexpr (!kMaps) {
         if (c > 0) announce_outputs();
       }
-      s.of_write.filled[at].wait(turn.other.parity);
-#pragma unroll
-      for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile(column_pair(s.total[at], n, lane), S[n], S[n]);
+      s.of_write.filled[at].wait(parity);
       if constexpr (kMaps) {
         wgmma_wait<0>(X);
       } else {
         wgmma_wait<0>(X, O);
       }
       release(s.of_solve.free[at], lane);
-      round_sums<kType, kTokenSteps>(X, R);
-      wgmma_fence(S, R);
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kK>(S, R[m], writer.along_columns(0, m));
+      for (int m = 0; m < kTokenSteps; ++m) {
+        pack_a<kType>(X[2 * m], X[2 * m + 1], R[m]);
+        m == 0 ? wgmma_fence(S, R[m]) : wgmma_fence(R[m]);
+        wgmma<kType, kK>(S, R[m], writer.along_columns(0, m));
+      }
       wgmma_commit();
-      if constexpr (kMaps) {
-        wgmma_wait<0>(S);
-        round_sums<kType, kKeySteps<kK>>(S, rS);
-      } else {
+      if constexpr (!kMaps) {
         wgmma_fence(O);
 #pragma unroll
         for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
         wgmma_commit();
+        wait_outputs_taken(turn);
+      }
+      turn.next();
+      const bool goes_on = c + 1 < walk.chunks;
+      if (goes_on) wait_for_chunk(turn);
+      if constexpr (kMaps) {
+        wgmma_wait<0>(S);
+      } else {
         wgmma_wait<1>(S);
-        round_sums<kType, kKeySteps<kK>>(S, rS);
+      }
+      round_sums<kType, kKeySteps<kK>>(S, rS);
+      if (goes_on) scale_state(c + 1, turn, S);
+      if constexpr (!kMaps) {
         wgmma_wait<0>(O);
         round_sums<kType, kTokenSteps>(O, rO);
       }
@@ -313,7 +356,7 @@ struct ChannelStateGroup {
       own.end_map(S);
     } else {
       if (walk.chunks > 0) {
-        put_outputs(rO, turn);
+        put_outputs(rO);
         announce_outputs();
       }
       own.save_state(walk.chunks, true, S);
