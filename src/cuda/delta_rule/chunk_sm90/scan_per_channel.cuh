@@ -4,8 +4,8 @@
 //
 //     X = S^T reader^T               while it runs, o of the chunk before goes to shared memory
 //     O = S^T query^T
-//     X = bD^T J^T                   bD^T = beta (v^T - X)
-//     S = S + R^T writer             R^T = X, rounded
+//     Y = bD^T J^T                   bD^T = beta (v^T - X)
+//     S = S + R^T writer             R^T = Y, rounded
 //     O = O + R^T sP^T               while it runs, S is rounded for the next chunk, and scaled by its e_n, a number per
 //                                    channel
 //
@@ -287,7 +287,7 @@ struct ChannelStateGroup {
       const uint32_t parity = turn.other.parity;
       const KeyTile<kK> reader(s.read[first].reader), query(s.solve[at].query), writer(s.write[at].writer);
       const LowerTile J(s.solve[at].J), sP(s.write[at].sP);
-      TokenSums X, O;
+      TokenSums X, Y, O;
       wgmma_fence(X, rS);
 #pragma unroll
       for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rS[m], reader.along_rows(0, m), m > 0);
@@ -306,10 +306,11 @@ struct ChannelStateGroup {
       }
       Fragments<kTokenSteps> bD, R;
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) values.template correct<kType>(m, X, bD[m]);
-      wgmma_fence(X, bD);
-#pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
+      for (int m = 0; m < kTokenSteps; ++m) {
+        values.template correct<kType>(m, X, bD[m]);
+        wgmma_fence(bD[m]);
+        wgmma<kType, kChunkRows>(Y, bD[m], J.along_rows(0, m), m > 0);
+      }
       wgmma_commit();
       release(s.of_read.free[first], lane);
       if constexpr (!kMaps) {
@@ -317,14 +318,14 @@ struct ChannelStateGroup {
       }
       s.of_write.filled[at].wait(parity);
       if constexpr (kMaps) {
-        wgmma_wait<0>(X);
+        wgmma_wait<0>(Y);
       } else {
-        wgmma_wait<0>(X, O);
+        wgmma_wait<0>(Y, O);
       }
       release(s.of_solve.free[at], lane);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) {
-        pack_a<kType>(X[2 * m], X[2 * m + 1], R[m]);
+        pack_a<kType>(Y[2 * m], Y[2 * m + 1], R[m]);
         m == 0 ? wgmma_fence(S, R[m]) : wgmma_fence(R[m]);
         wgmma<kType, kK>(S, R[m], writer.along_columns(0, m));
       }
