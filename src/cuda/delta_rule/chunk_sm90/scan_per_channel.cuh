@@ -20,7 +20,8 @@
 //
 // The last warpgroup brings them and stores o, which a warpgroup of the state hands over with the barriers `there` and
 // `taken` of its columns. o is announced a good while after it was written, behind products that the tensor cores are then
-// busy with: the fence before that waits until the writes have ended.
+// busy with: the fence before that waits until the writes have ended. The states before chunks go the same way where a
+// tensor map can describe them and K is above 64: written by the threads that have them, every store would touch eight lines.
 //
 // Rows beyond the tokens of a chunk are zeros in the copies of the keys and in v. A scan of maps (segment_plan.h) has neither
 // O nor its operands.
@@ -35,11 +36,15 @@
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
+// What a scan leaves behind: maps of segments, or outputs, with states before chunks in shared memory or without.
+enum class ChannelMakes { kMaps, kOutputs, kOutputsAndStates };
+
 // A block has kGroups warpgroups of the state, and one more that serves them.
-template <int kK, int kGroups, bool kMaps>
+template <int kK, int kGroups, ChannelMakes kMakes>
 struct ChannelBlock {
-  static_assert(kK == 128 || (kGroups == 1 && !kMaps));
-  static constexpr bool kMakesMaps = kMaps;
+  static constexpr bool kMaps = kMakes == ChannelMakes::kMaps, kSends = kMakes == ChannelMakes::kOutputsAndStates;
+  static_assert(kK == 128 || (kGroups == 1 && !kMaps && !kSends));
+  static constexpr bool kMakesMaps = kMaps, kSendsStates = kSends;
   static constexpr int kWidth = kK, kStateGroups = kGroups;
   static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
@@ -49,7 +54,7 @@ struct ChannelBlock {
   static constexpr bool kTakesRegisters = kK == 64 || kGroups == 2;
   static constexpr int kStateRegisters = kK == 64 ? 216 : 224, kOtherRegisters = kK == 64 ? 40 : 56;
   static_assert(kGroups * kStateRegisters + kOtherRegisters <= (kGroups == 2 ? 3 * 168 : 512 / kBlocksOnOne));
-  static constexpr int kReadDepth = kK == 64 ? 2 : 3, kDepth = kK == 64 || kGroups == 2 ? 2 : 3;
+  static constexpr int kReadDepth = kK == 64 || kSends ? 2 : 3, kDepth = kK == 64 || kGroups == 2 ? 2 : 3;
 
   struct Read {
     unsigned char reader[KeyTile<kK>::kBytes], v[kGroups][ValueTile::kBytes];
@@ -65,7 +70,7 @@ struct ChannelBlock {
   static constexpr uint32_t kSolveBytes = LowerTile::kBytes + (kMaps ? 0 : KeyTile<kK>::kBytes);
   static constexpr uint32_t kWriteBytes = KeyTile<kK>::kBytes + (kMaps ? 0 : LowerTile::kBytes);
 
-  // `there` and `taken`: phases of every chunk.
+  // `there` and `taken`: phases of every o, which has the next chunk's state with it, and of the first state.
   struct Handed {
     TransactionBarrier there, taken;
   };
@@ -75,11 +80,12 @@ struct ChannelBlock {
     Solve solve[kDepth];
     Write write[kDepth];
     unsigned char o[kGroups][ValueTile::kBytes];
+    unsigned char S[kGroups][kSends ? StateTile<kK>::kBytes : 16];
     alignas(16) float beta[kReadDepth][kChunkRows];
     alignas(16) float total[kReadDepth][kK];
     RingBarriers<kReadDepth> of_read;
     RingBarriers<kDepth> of_solve, of_write;
-    Handed of_o[kGroups];
+    Handed handed[kGroups];
     ForwardWork work[kGroups];  // of a warpgroup: here it takes no registers
   };
   static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
@@ -87,7 +93,7 @@ struct ChannelBlock {
   struct Turns {
     RingTurn<kReadDepth> read;
     RingTurn<kDepth> other;
-    uint32_t outputs = 0;  // the number of the next o
+    uint32_t handed = 0;  // how often a warpgroup handed something over
 
     __device__ __forceinline__ void next() {
       read.next();
@@ -161,32 +167,52 @@ struct ChannelScanBringer {
   }
 };
 
-// The warp that stores o, by one lane.
+// The warp that stores o and states, by one lane.
 template <class Shape>
 struct ChannelScanStorer {
   const ForwardArgs& args;
   const ChannelScanMaps& maps;
   typename Shape::Shared& s;
 
-  __device__ __forceinline__ void store(int group, const ScanPart& part, const RowsPlace& at, uint32_t parity) const {
-    typename Shape::Handed& handed = s.of_o[group];
-    const int column = part.column + group * kGroupColumns;
-    handed.there.wait(parity);
-    if (args.o.present() && column < args.problem.head_dim_v) {
-      store_box(maps.o, {column, at.head, at.missing, at.end, at.batch}, ValueTile(s.o[group]).panel(0));
-      commit_stores();
-      wait_stores_read<0>();
+  __device__ __forceinline__ void store_state(int group, const ScanPart& part, const Walk& walk, int c) const {
+    const int64_t chunk = first_chunk_of(args.chunked, part.sequence) + walk.position + c;
+    if (chunk >= args.state_chunks) return;
+    const StateTile<Shape::kWidth> tile(s.S[group]);
+#pragma unroll
+    for (int p = 0; p < tile.kPanels; ++p) {
+      if (p * tile.kPanelColumns >= args.state_width) continue;
+      store_box(maps.S,
+                {p * tile.kPanelColumns, part.column + group * kGroupColumns, part.head, static_cast<int>(chunk),
+                 static_cast<int>(walk.span.batch)},
+                tile.panel(p));
     }
-    handed.taken.arrive();
+  }
+  __device__ __forceinline__ void store_output(int group, const ScanPart& part, const Walk& walk, int c) const {
+    if (!args.o.present()) return;
+    const RowsPlace at = rows_of(args, walk, c, part.head);
+    store_box(maps.o, {part.column + group * kGroupColumns, at.head, at.missing, at.end, at.batch},
+              ValueTile(s.o[group]).panel(0));
   }
 
   __device__ __forceinline__ void run(int64_t parts) const {
     uint32_t parity = 0;
     const auto store_part = [&](const ScanPart& part, const Walk& walk) {
-      for (int c = 0; c < walk.chunks; ++c, parity ^= 1) {
-        const RowsPlace at = rows_of(args, walk, c, part.head);
+      if (walk.chunks == 0) return;
+      for (int c = Shape::kSendsStates ? 0 : 1; c <= walk.chunks; ++c, parity ^= 1) {
 #pragma unroll
-        for (int i = 0; i < Shape::kStateGroups; ++i) store(i, part, at, parity);
+        for (int i = 0; i < Shape::kStateGroups; ++i) {
+          typename Shape::Handed& handed = s.handed[i];
+          handed.there.wait(parity);
+          if (part.column + i * kGroupColumns < args.problem.head_dim_v) {
+            if (c > 0) store_output(i, part, walk, c - 1);
+            if constexpr (Shape::kSendsStates) {
+              if (c < walk.chunks) store_state(i, part, walk, c);
+            }
+            commit_stores();
+            wait_stores_read<0>();
+          }
+          handed.taken.arrive();
+        }
       }
     };
     for_each_forward_part<Shape::kWidth, Shape::kMakesMaps>(args, parts, Shape::kColumns, store_part);
@@ -226,25 +252,31 @@ struct ChannelValues {
 template <DType kType, class Shape>
 struct ChannelStateGroup {
   static constexpr int kK = Shape::kWidth;
-  static constexpr bool kMaps = Shape::kMakesMaps;
+  static constexpr bool kMaps = Shape::kMakesMaps, kSends = Shape::kSendsStates;
   const StateColumns<kK, Shape::kStateGroups>& own;
   typename Shape::Shared& s;
 
-  // o^T to shared memory, whose tile is free, from where it is stored once it is announced.
+  // S^T before a chunk and o^T of the one before it to shared memory, whose tiles are free, from where they are stored once
+  // they are announced.
+  __device__ __forceinline__ void put_state(const Fragments<kKeySteps<kK>>& S) const {
+    const StateTile<kK> tile(s.S[own.group]);
+#pragma unroll
+    for (int m = 0; m < kKeySteps<kK>; ++m) tile.store_a(16 * own.warp, m, own.lane, S[m]);
+  }
   __device__ __forceinline__ void put_outputs(const Fragments<kTokenSteps>& o) const {
     const ValueTile tile(s.o[own.group]);
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) tile.store_c_transposed(16 * m, own.warp, own.lane, o[m]);
   }
-  // The tile is free when the o before has left.
-  __device__ __forceinline__ void wait_outputs_taken(typename Shape::Turns& turn) const {
-    s.of_o[own.group].taken.wait(turn.outputs ^ 1);
-    turn.outputs ^= 1;
-  }
-  __device__ __forceinline__ void announce_outputs() const {
+  __device__ __forceinline__ void announce() const {
     fence_async_proxy();
     __syncwarp();
-    if (own.lane == 0) s.of_o[own.group].there.arrive();
+    if (own.lane == 0) s.handed[own.group].there.arrive();
+  }
+  // The tiles are free when what they had before has left.
+  __device__ __forceinline__ void wait_taken(typename Shape::Turns& turn) const {
+    s.handed[own.group].taken.wait(turn.handed ^ 1);
+    turn.handed ^= 1;
   }
 
   // Until the chunk has what it begins with.
@@ -254,7 +286,7 @@ struct ChannelStateGroup {
   }
   // The state before chunk c as the product that advances it wants it, once it has been saved.
   __device__ __forceinline__ void scale_state(int c, const typename Shape::Turns& turn, StateSums<kK>& S) const {
-    if constexpr (!kMaps) {
+    if constexpr (!kMaps && !kSends) {
       if (own.args.state_width == 0 && own.args.chunk_states.present()) own.save_state(c, false, S);
     }
 #pragma unroll
@@ -280,7 +312,7 @@ struct ChannelStateGroup {
       scale_state(0, turn, S);
     }
     for (int c = 0; c < walk.chunks; ++c) {
-      if constexpr (!kMaps) {
+      if constexpr (!kMaps && !kSends) {
         if (own.args.state_width > 0) own.save_rounded_state(c, rS);
       }
       const int first = turn.read.at, at = turn.other.at;
@@ -297,6 +329,10 @@ struct ChannelStateGroup {
       if constexpr (kMaps) {
         wgmma_wait<0>(X);
       } else {
+        if constexpr (kSends) {
+          wait_taken(turn);  // later than without states, which take longer to leave
+          put_state(rS);
+        }
         if (c > 0) put_outputs(rO);
         wgmma_fence(O);
 #pragma unroll
@@ -314,7 +350,7 @@ struct ChannelStateGroup {
       wgmma_commit();
       release(s.of_read.free[first], lane);
       if constexpr (!kMaps) {
-        if (c > 0) announce_outputs();
+        if (kSends || c > 0) announce();
       }
       s.of_write.filled[at].wait(parity);
       if constexpr (kMaps) {
@@ -335,7 +371,7 @@ struct ChannelStateGroup {
 #pragma unroll
         for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
         wgmma_commit();
-        wait_outputs_taken(turn);
+        if constexpr (!kSends) wait_taken(turn);
       }
       turn.next();
       const bool goes_on = c + 1 < walk.chunks;
@@ -357,8 +393,9 @@ struct ChannelStateGroup {
       own.end_map(S);
     } else {
       if (walk.chunks > 0) {
+        if constexpr (kSends) wait_taken(turn);
         put_outputs(rO);
-        announce_outputs();
+        announce();
       }
       own.save_state(walk.chunks, true, S);
     }
@@ -375,7 +412,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     s.of_read.init(Shape::kStateWarps);
     s.of_solve.init(Shape::kStateWarps);
     s.of_write.init(Shape::kStateWarps);
-    for (typename Shape::Handed& handed : s.of_o) {
+    for (typename Shape::Handed& handed : s.handed) {
       handed.there.init(kGroupWarps);
       handed.taken.init(1);
     }
@@ -424,15 +461,22 @@ void launch_channel_scan_of(const ForwardArgs& args, const ChannelScanMaps& maps
 template <DType kType>
 void launch_channel_scan(const ForwardArgs& args, const ChannelScanMaps& maps, int columns, const Context& context) {
   const auto of = [&]<class Shape>() { launch_channel_scan_of<kType, Shape>(args, maps, context); };
+  const auto with = [&]<ChannelMakes kMakes>(const ChannelScanMaps& its) {
+    columns == kGroupColumns ? launch_channel_scan_of<kType, ChannelBlock<128, 1, kMakes>>(args, its, context)
+                             : launch_channel_scan_of<kType, ChannelBlock<128, 2, kMakes>>(args, its, context);
+  };
   if (args.segments.chunks > 0) {
-    of.template operator()<ChannelBlock<128, 2, true>>();
+    of.template operator()<ChannelBlock<128, 2, ChannelMakes::kMaps>>();
     launch_compose(args, context);
   }
   if (padded_k(args.problem.head_dim_k) == 64) {
-    of.template operator()<ChannelBlock<64, 1, false>>();
+    of.template operator()<ChannelBlock<64, 1, ChannelMakes::kOutputs>>();
+  } else if (has_states_map(args)) {
+    ChannelScanMaps and_states = maps;
+    and_states.S = chunk_states_map(args);
+    with.template operator()<ChannelMakes::kOutputsAndStates>(and_states);
   } else {
-    columns == kGroupColumns ? of.template operator()<ChannelBlock<128, 1, false>>()
-                             : of.template operator()<ChannelBlock<128, 2, false>>();
+    with.template operator()<ChannelMakes::kOutputs>(maps);
   }
 }
 
