@@ -2,20 +2,26 @@
 // decays and norms inside three copies of the keys, which the factors made. See ../chunk.cuh for the equations. A state
 // warpgroup goes through a chunk with five groups of products:
 //
-//     X = S^T reader^T               while it runs, o of the chunk before leaves
+//     X = S^T reader^T               while it runs, o of the chunk before goes to shared memory
 //     O = S^T query^T
-//     X = bD^T J^T                   bD^T = beta (v^T - X); while it runs, S is scaled by e_n, a number per channel
-//     S = S + R^T writer             R^T = X, rounded
-//     O = O + R^T sP^T               while it runs, S is rounded for the next chunk
+//     Y = bD^T J^T                   bD^T = beta (v^T - X)
+//     S = S + R^T writer             R^T = Y, rounded
+//     O = O + R^T sP^T               while it runs, S is rounded for the next chunk, and scaled by its e_n, a number per
+//                                    channel
 //
 // With K <= 64 two blocks of 64 columns are on a multiprocessor, as in scan.cuh.
 //
 // A chunk has 80 KB of operands, K <= 64 40 KB, and memory is what binds. They come in three rings, in the order in which
 // they are used, so that the copies of a later chunk begin where a product of this one has ended:
 //
-//     read     reader, v, beta       until bD is made
-//     solve    query, J              until R is there
-//     write    writer, sP, e_n       until the chunk's end
+//     read     reader, v, beta, e_n    until bD is made
+//     solve    query, J                until R is there
+//     write    writer, sP              until the chunk's end
+//
+// The last warpgroup brings them and stores o, which a warpgroup of the state hands over with the barriers `there` and
+// `taken` of its columns. o is announced a good while after it was written, behind products that the tensor cores are then
+// busy with: the fence before that waits until the writes have ended. The states before chunks go the same way where a
+// tensor map can describe them and K is above 64: written by the threads that have them, every store would touch eight lines.
 //
 // Rows beyond the tokens of a chunk are zeros in the copies of the keys and in v. A scan of maps (segment_plan.h) has neither
 // O nor its operands.
@@ -30,11 +36,15 @@
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
-// A block has kGroups warpgroups of the state, and one more, of which three warps have work.
-template <int kK, int kGroups, bool kMaps>
+// What a scan leaves behind: maps of segments, or outputs, with states before chunks in shared memory or without.
+enum class ChannelMakes { kMaps, kOutputs, kOutputsAndStates };
+
+// A block has kGroups warpgroups of the state, and one more that serves them.
+template <int kK, int kGroups, ChannelMakes kMakes>
 struct ChannelBlock {
-  static_assert(kK == 128 || (kGroups == 1 && !kMaps));
-  static constexpr bool kMakesMaps = kMaps;
+  static constexpr bool kMaps = kMakes == ChannelMakes::kMaps, kSends = kMakes == ChannelMakes::kOutputsAndStates;
+  static_assert(kK == 128 || (kGroups == 1 && !kMaps && !kSends));
+  static constexpr bool kMakesMaps = kMaps, kSendsStates = kSends;
   static constexpr int kWidth = kK, kStateGroups = kGroups;
   static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
@@ -44,7 +54,7 @@ struct ChannelBlock {
   static constexpr bool kTakesRegisters = kK == 64 || kGroups == 2;
   static constexpr int kStateRegisters = kK == 64 ? 216 : 224, kOtherRegisters = kK == 64 ? 40 : 56;
   static_assert(kGroups * kStateRegisters + kOtherRegisters <= (kGroups == 2 ? 3 * 168 : 512 / kBlocksOnOne));
-  static constexpr int kReadDepth = kK == 64 ? 2 : 3, kDepth = kK == 64 || kGroups == 2 ? 2 : 3;
+  static constexpr int kReadDepth = kK == 64 || kSends ? 2 : 3, kDepth = kK == 64 || kGroups == 2 ? 2 : 3;
 
   struct Read {
     unsigned char reader[KeyTile<kK>::kBytes], v[kGroups][ValueTile::kBytes];
@@ -56,18 +66,26 @@ struct ChannelBlock {
     unsigned char writer[KeyTile<kK>::kBytes], sP[kMaps ? 1024 : LowerTile::kBytes];
   };
   static constexpr uint32_t kBetaBytes = kChunkRows * sizeof(float), kTotalBytes = kK * sizeof(float);
+  static constexpr uint32_t kReadBytes = sizeof(Read) + kBetaBytes + kTotalBytes;
   static constexpr uint32_t kSolveBytes = LowerTile::kBytes + (kMaps ? 0 : KeyTile<kK>::kBytes);
-  static constexpr uint32_t kWriteBytes = KeyTile<kK>::kBytes + kTotalBytes + (kMaps ? 0 : LowerTile::kBytes);
+  static constexpr uint32_t kWriteBytes = KeyTile<kK>::kBytes + (kMaps ? 0 : LowerTile::kBytes);
+
+  // `there` and `taken`: phases of every o, which has the next chunk's state with it, and of the first state.
+  struct Handed {
+    TransactionBarrier there, taken;
+  };
 
   struct alignas(1024) Shared {
     Read read[kReadDepth];
     Solve solve[kDepth];
     Write write[kDepth];
     unsigned char o[kGroups][ValueTile::kBytes];
+    unsigned char S[kGroups][kSends ? StateTile<kK>::kBytes : 16];
     alignas(16) float beta[kReadDepth][kChunkRows];
-    alignas(16) float total[kDepth][kK];
+    alignas(16) float total[kReadDepth][kK];
     RingBarriers<kReadDepth> of_read;
     RingBarriers<kDepth> of_solve, of_write;
+    Handed handed[kGroups];
     ForwardWork work[kGroups];  // of a warpgroup: here it takes no registers
   };
   static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
@@ -75,6 +93,7 @@ struct ChannelBlock {
   struct Turns {
     RingTurn<kReadDepth> read;
     RingTurn<kDepth> other;
+    uint32_t handed = 0;  // how often a warpgroup handed something over
 
     __device__ __forceinline__ void next() {
       read.next();
@@ -99,13 +118,15 @@ struct ChannelScanBringer {
     const int at = turn.at;
     TransactionBarrier& filled = s.of_read.filled[at];
     s.of_read.free[at].wait(turn.parity ^ 1);
-    filled.arrive_expecting(sizeof(typename Shape::Read) + Shape::kBetaBytes);
+    filled.arrive_expecting(Shape::kReadBytes);
     load_copy<Shape::kWidth>(s.read[at].reader, maps.keys, kReader, item, filled);
 #pragma unroll
     for (int i = 0; i < Shape::kStateGroups; ++i) {
       load_panels(ValueTile(s.read[at].v[i]), maps.v, column + i * kGroupColumns, value_columns(args), values, filled);
     }
     load_bytes(shared_address(s.beta[at]), args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes, filled);
+    load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * Shape::kWidth, Shape::kTotalBytes,
+               filled);
   }
 
   __device__ __forceinline__ void bring_solve(int item, const RingTurn<Shape::kDepth>& turn) const {
@@ -126,8 +147,6 @@ struct ChannelScanBringer {
     filled.arrive_expecting(Shape::kWriteBytes);
     load_copy<Shape::kWidth>(s.write[at].writer, maps.keys, kWriter, item, filled);
     if constexpr (!Shape::kMakesMaps) load_lower(s.write[at].sP, maps.sP, item, filled);
-    load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * Shape::kWidth, Shape::kTotalBytes,
-               filled);
   }
 
   __device__ __forceinline__ void run(int64_t parts, int ring) const {
@@ -148,54 +167,134 @@ struct ChannelScanBringer {
   }
 };
 
+// The warp that stores o and states, by one lane.
+template <class Shape>
+struct ChannelScanStorer {
+  const ForwardArgs& args;
+  const ChannelScanMaps& maps;
+  typename Shape::Shared& s;
+
+  __device__ __forceinline__ void store_state(int group, const ScanPart& part, const Walk& walk, int c) const {
+    const int64_t chunk = first_chunk_of(args.chunked, part.sequence) + walk.position + c;
+    if (chunk >= args.state_chunks) return;
+    const StateTile<Shape::kWidth> tile(s.S[group]);
+#pragma unroll
+    for (int p = 0; p < tile.kPanels; ++p) {
+      if (p * tile.kPanelColumns >= args.state_width) continue;
+      store_box(maps.S,
+                {p * tile.kPanelColumns, part.column + group * kGroupColumns, part.head, static_cast<int>(chunk),
+                 static_cast<int>(walk.span.batch)},
+                tile.panel(p));
+    }
+  }
+  __device__ __forceinline__ void store_output(int group, const ScanPart& part, const Walk& walk, int c) const {
+    if (!args.o.present()) return;
+    const RowsPlace at = rows_of(args, walk, c, part.head);
+    store_box(maps.o, {part.column + group * kGroupColumns, at.head, at.missing, at.end, at.batch},
+              ValueTile(s.o[group]).panel(0));
+  }
+
+  __device__ __forceinline__ void run(int64_t parts) const {
+    uint32_t parity = 0;
+    const auto store_part = [&](const ScanPart& part, const Walk& walk) {
+      if (walk.chunks == 0) return;
+      for (int c = Shape::kSendsStates ? 0 : 1; c <= walk.chunks; ++c, parity ^= 1) {
+#pragma unroll
+        for (int i = 0; i < Shape::kStateGroups; ++i) {
+          typename Shape::Handed& handed = s.handed[i];
+          handed.there.wait(parity);
+          if (part.column + i * kGroupColumns < args.problem.head_dim_v) {
+            if (c > 0) store_output(i, part, walk, c - 1);
+            if constexpr (Shape::kSendsStates) {
+              if (c < walk.chunks) store_state(i, part, walk, c);
+            }
+            commit_stores();
+            wait_stores_read<0>();
+          }
+          handed.taken.arrive();
+        }
+      }
+    };
+    for_each_forward_part<Shape::kWidth, Shape::kMakesMaps>(args, parts, Shape::kColumns, store_part);
+  }
+};
+
 // A warpgroup of the state
 // ----------------------------------------------------------------------------------------------------------
 
-// bD^T = beta (v^T - X), in place of X, and rounded.
-template <DType kType>
-__device__ __forceinline__ void correct_values(const ValueTile& values, const float* beta, int warp, int lane,
-                                               TokenSums& X, Fragments<kTokenSteps>& bD) {
+// What bD^T = beta (v^T - X) is made of beside X.
+struct ChannelValues {
+  Fragments<kTokenSteps> v;
+  float2 beta[kTokenTiles];
+
+  __device__ __forceinline__ void load(const ValueTile& values, const float* factors, int warp, int lane) {
 #pragma unroll
-  for (int m = 0; m < kTokenSteps; ++m) {
-    uint32_t v[4];
-    values.load_c_transposed(16 * m, warp, lane, v);
+    for (int m = 0; m < kTokenSteps; ++m) values.load_c_transposed(16 * m, warp, lane, v[m]);
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) beta[n] = column_pair(factors, n, lane);
+  }
+
+  // Tokens [16 m, 16 m + 16) of bD^T, rounded.
+  template <DType kType>
+  __device__ __forceinline__ void correct(int m, const TokenSums& X, uint32_t (&bD)[4]) const {
+    float scaled[2][4];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int n = 2 * m + h;
-      const float2 low = unpack<kType>(v[2 * h]), high = unpack<kType>(v[2 * h + 1]);
+      const float2 low = unpack<kType>(v[m][2 * h]), high = unpack<kType>(v[m][2 * h + 1]);
       const float difference[4] = {low.x - X[n][0], low.y - X[n][1], high.x - X[n][2], high.y - X[n][3]};
-      scale_tile(column_pair(beta, n, lane), difference, X[n]);
+      scale_tile(beta[n], difference, scaled[h]);
     }
-    pack_a<kType>(X[2 * m], X[2 * m + 1], bD[m]);
+    pack_a<kType>(scaled[0], scaled[1], bD);
   }
-}
+};
 
 template <DType kType, class Shape>
 struct ChannelStateGroup {
   static constexpr int kK = Shape::kWidth;
-  static constexpr bool kMaps = Shape::kMakesMaps;
+  static constexpr bool kMaps = Shape::kMakesMaps, kSends = Shape::kSendsStates;
   const StateColumns<kK, Shape::kStateGroups>& own;
   typename Shape::Shared& s;
-  const TensorMap& o_map;
-  bool leader;  // the thread that stores o
 
-  // o^T through shared memory to the rows of a chunk. The tile is free when the store before has read it.
-  __device__ __forceinline__ void store_outputs(const Fragments<kTokenSteps>& o, int c) const {
+  // S^T before a chunk and o^T of the one before it to shared memory, whose tiles are free, from where they are stored once
+  // they are announced.
+  __device__ __forceinline__ void put_state(const Fragments<kKeySteps<kK>>& S) const {
+    const StateTile<kK> tile(s.S[own.group]);
+#pragma unroll
+    for (int m = 0; m < kKeySteps<kK>; ++m) tile.store_a(16 * own.warp, m, own.lane, S[m]);
+  }
+  __device__ __forceinline__ void put_outputs(const Fragments<kTokenSteps>& o) const {
     const ValueTile tile(s.o[own.group]);
-    if (leader) wait_stores_read<0>();
-    group_barrier(own.group);
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) tile.store_c_transposed(16 * m, own.warp, own.lane, o[m]);
+  }
+  __device__ __forceinline__ void announce() const {
     fence_async_proxy();
-    group_barrier(own.group);
-    if (leader && own.args.o.present() && own.first_column() < own.args.problem.head_dim_v) {
-      const RowsPlace at = rows_of(own.args, own.walk, c, own.part.head);
-      store_box(o_map, {own.first_column(), at.head, at.missing, at.end, at.batch}, tile.panel(0));
-      commit_stores();
-    }
+    __syncwarp();
+    if (own.lane == 0) s.handed[own.group].there.arrive();
+  }
+  // The tiles are free when what they had before has left.
+  __device__ __forceinline__ void wait_taken(typename Shape::Turns& turn) const {
+    s.handed[own.group].taken.wait(turn.handed ^ 1);
+    turn.handed ^= 1;
   }
 
-  // One part. S and O of a chunk are handed to the next one rounded, as in scan.cuh.
+  // Until the chunk has what it begins with.
+  __device__ __forceinline__ void wait_for_chunk(const typename Shape::Turns& turn) const {
+    s.of_read.filled[turn.read.at].wait(turn.read.parity);
+    s.of_solve.filled[turn.other.at].wait(turn.other.parity);
+  }
+  // The state before chunk c as the product that advances it wants it, once it has been saved.
+  __device__ __forceinline__ void scale_state(int c, const typename Shape::Turns& turn, StateSums<kK>& S) const {
+    if constexpr (!kMaps && !kSends) {
+      if (own.args.state_width == 0 && own.args.chunk_states.present()) own.save_state(c, false, S);
+    }
+#pragma unroll
+    for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile(column_pair(s.total[turn.read.at], n, own.lane), S[n], S[n]);
+  }
+
+  // One part. S and O of a chunk are handed to the next one rounded, as in scan.cuh, and S scaled: ptxas would have sums that
+  // the loop brings wait for a product on its way. What the next chunk begins with is waited for beside the last products.
   __device__ __forceinline__ void run(typename Shape::Turns& turn) const {
     const Walk& walk = own.walk;
     const int warp = own.warp, lane = own.lane;
@@ -208,22 +307,33 @@ struct ChannelStateGroup {
     Fragments<kKeySteps<kK>> rS;
     round_sums<kType, kKeySteps<kK>>(S, rS);
     [[maybe_unused]] Fragments<kTokenSteps> rO;
-    for (int c = 0; c < walk.chunks; ++c, turn.next()) {
-      if constexpr (!kMaps) own.save_chunk_state(c, rS, S);
+    if (walk.chunks > 0) {
+      wait_for_chunk(turn);
+      scale_state(0, turn, S);
+    }
+    for (int c = 0; c < walk.chunks; ++c) {
+      if constexpr (!kMaps && !kSends) {
+        if (own.args.state_width > 0) own.save_rounded_state(c, rS);
+      }
       const int first = turn.read.at, at = turn.other.at;
+      const uint32_t parity = turn.other.parity;
       const KeyTile<kK> reader(s.read[first].reader), query(s.solve[at].query), writer(s.write[at].writer);
       const LowerTile J(s.solve[at].J), sP(s.write[at].sP);
-      TokenSums X, O;
-      s.of_read.filled[first].wait(turn.read.parity);
+      TokenSums X, Y, O;
       wgmma_fence(X, rS);
 #pragma unroll
       for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rS[m], reader.along_rows(0, m), m > 0);
       wgmma_commit();
+      ChannelValues values;
+      values.load(ValueTile(s.read[first].v[own.group]), s.beta[first], warp, lane);
       if constexpr (kMaps) {
         wgmma_wait<0>(X);
       } else {
-        if (c > 0) store_outputs(rO, c - 1);
-        s.of_solve.filled[at].wait(turn.other.parity);
+        if constexpr (kSends) {
+          wait_taken(turn);  // later than without states, which take longer to leave
+          put_state(rS);
+        }
+        if (c > 0) put_outputs(rO);
         wgmma_fence(O);
 #pragma unroll
         for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(O, rS[m], query.along_rows(0, m), m > 0);
@@ -231,37 +341,49 @@ struct ChannelStateGroup {
         wgmma_wait<1>(X);
       }
       Fragments<kTokenSteps> bD, R;
-      correct_values<kType>(ValueTile(s.read[first].v[own.group]), s.beta[first], warp, lane, X, bD);
-      release(s.of_read.free[first], lane);
-      if constexpr (kMaps) s.of_solve.filled[at].wait(turn.other.parity);
-      wgmma_fence(X, bD);
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
+      for (int m = 0; m < kTokenSteps; ++m) {
+        values.template correct<kType>(m, X, bD[m]);
+        wgmma_fence(bD[m]);
+        wgmma<kType, kChunkRows>(Y, bD[m], J.along_rows(0, m), m > 0);
+      }
       wgmma_commit();
-      s.of_write.filled[at].wait(turn.other.parity);
-#pragma unroll
-      for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile(column_pair(s.total[at], n, lane), S[n], S[n]);
+      release(s.of_read.free[first], lane);
+      if constexpr (!kMaps) {
+        if (kSends || c > 0) announce();
+      }
+      s.of_write.filled[at].wait(parity);
       if constexpr (kMaps) {
-        wgmma_wait<0>(X);
+        wgmma_wait<0>(Y);
       } else {
-        wgmma_wait<0>(X, O);
+        wgmma_wait<0>(Y, O);
       }
       release(s.of_solve.free[at], lane);
-      round_sums<kType, kTokenSteps>(X, R);
-      wgmma_fence(S, R);
 #pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kK>(S, R[m], writer.along_columns(0, m));
+      for (int m = 0; m < kTokenSteps; ++m) {
+        pack_a<kType>(Y[2 * m], Y[2 * m + 1], R[m]);
+        m == 0 ? wgmma_fence(S, R[m]) : wgmma_fence(R[m]);
+        wgmma<kType, kK>(S, R[m], writer.along_columns(0, m));
+      }
       wgmma_commit();
-      if constexpr (kMaps) {
-        wgmma_wait<0>(S);
-        round_sums<kType, kKeySteps<kK>>(S, rS);
-      } else {
+      if constexpr (!kMaps) {
         wgmma_fence(O);
 #pragma unroll
         for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
         wgmma_commit();
+        if constexpr (!kSends) wait_taken(turn);
+      }
+      turn.next();
+      const bool goes_on = c + 1 < walk.chunks;
+      if (goes_on) wait_for_chunk(turn);
+      if constexpr (kMaps) {
+        wgmma_wait<0>(S);
+      } else {
         wgmma_wait<1>(S);
-        round_sums<kType, kKeySteps<kK>>(S, rS);
+      }
+      round_sums<kType, kKeySteps<kK>>(S, rS);
+      if (goes_on) scale_state(c + 1, turn, S);
+      if constexpr (!kMaps) {
         wgmma_wait<0>(O);
         round_sums<kType, kTokenSteps>(O, rO);
       }
@@ -270,7 +392,11 @@ struct ChannelStateGroup {
     if constexpr (kMaps) {
       own.end_map(S);
     } else {
-      if (walk.chunks > 0) store_outputs(rO, walk.chunks - 1);
+      if (walk.chunks > 0) {
+        if constexpr (kSends) wait_taken(turn);
+        put_outputs(rO);
+        announce();
+      }
       own.save_state(walk.chunks, true, S);
     }
   }
@@ -286,6 +412,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     s.of_read.init(Shape::kStateWarps);
     s.of_solve.init(Shape::kStateWarps);
     s.of_write.init(Shape::kStateWarps);
+    for (typename Shape::Handed& handed : s.handed) {
+      handed.there.init(kGroupWarps);
+      handed.taken.init(1);
+    }
     fence_barrier_init();
   }
   wait_for_previous_kernels();
@@ -294,12 +424,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
     if constexpr (Shape::kTakesRegisters) give_registers<Shape::kOtherRegisters>();
-    const int ring = warp - Shape::kStateWarps;
-    if (ring < ChannelScanBringer<Shape>::kRings && elect_one())
-      ChannelScanBringer<Shape>{args, maps, s}.run(parts, ring);
+    const int servant = warp - Shape::kStateWarps;
+    if (!elect_one()) return;
+    if (servant < ChannelScanBringer<Shape>::kRings) {
+      ChannelScanBringer<Shape>{args, maps, s}.run(parts, servant);
+    } else if constexpr (!Shape::kMakesMaps) {
+      ChannelScanStorer<Shape>{args, maps, s}.run(parts);
+    }
   } else {
     if constexpr (Shape::kTakesRegisters) take_registers<Shape::kStateRegisters>();
-    const bool leader = threadIdx.x % kGroupThreads == 0;
     typename Shape::Turns turn;
     const int group = warp / kGroupWarps;
     const auto find = [&](int64_t at) {
@@ -309,9 +442,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
       const auto& [part, walk, ends] = s.work[group];
       const StateColumns<Shape::kWidth, Shape::kStateGroups> own{
           args, part, walk, ends, group, warp % kGroupWarps, opaque_below<kWarpSize>(lane)};
-      ChannelStateGroup<kType, Shape>{own, s, maps.o, leader}.run(turn);
+      ChannelStateGroup<kType, Shape>{own, s}.run(turn);
     });
-    if (leader) wait_stores_read<0>();
   }
 }
 
@@ -329,15 +461,22 @@ void launch_channel_scan_of(const ForwardArgs& args, const ChannelScanMaps& maps
 template <DType kType>
 void launch_channel_scan(const ForwardArgs& args, const ChannelScanMaps& maps, int columns, const Context& context) {
   const auto of = [&]<class Shape>() { launch_channel_scan_of<kType, Shape>(args, maps, context); };
+  const auto with = [&]<ChannelMakes kMakes>(const ChannelScanMaps& its) {
+    columns == kGroupColumns ? launch_channel_scan_of<kType, ChannelBlock<128, 1, kMakes>>(args, its, context)
+                             : launch_channel_scan_of<kType, ChannelBlock<128, 2, kMakes>>(args, its, context);
+  };
   if (args.segments.chunks > 0) {
-    of.template operator()<ChannelBlock<128, 2, true>>();
+    of.template operator()<ChannelBlock<128, 2, ChannelMakes::kMaps>>();
     launch_compose(args, context);
   }
   if (padded_k(args.problem.head_dim_k) == 64) {
-    of.template operator()<ChannelBlock<64, 1, false>>();
+    of.template operator()<ChannelBlock<64, 1, ChannelMakes::kOutputs>>();
+  } else if (has_states_map(args)) {
+    ChannelScanMaps and_states = maps;
+    and_states.S = chunk_states_map(args);
+    with.template operator()<ChannelMakes::kOutputsAndStates>(and_states);
   } else {
-    columns == kGroupColumns ? of.template operator()<ChannelBlock<128, 1, false>>()
-                             : of.template operator()<ChannelBlock<128, 2, false>>();
+    with.template operator()<ChannelMakes::kOutputs>(maps);
   }
 }
 
