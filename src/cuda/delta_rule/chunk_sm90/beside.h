@@ -42,8 +42,7 @@ inline BesidePlan plan_beside(const BesideProblem& problem, int multiprocessors)
   const auto all = static_cast<int>(problem.pairs);
   const BesidePlan apart{all, 0, problem.pairs * f / multiprocessors + places * t * waves};
   const int64_t idle = multiprocessors - problem.scan_blocks, least = int64_t{multiprocessors} * problem.at_once;
-  constexpr int64_t kLeastIdle = 8;  // with fewer there is nothing to gain
-  if (idle < kLeastIdle || problem.pairs <= least) return apart;
+  if (16 * idle < multiprocessors || problem.pairs <= least) return apart;  // nothing to gain
   // A part more than is needed: the scan waits for the slowest.
   const int64_t needed = problem.pairs - std::min(places * t * idle / f, problem.pairs) * 9 / 10;
   const int64_t before = std::min((needed + least - 1) / least * least, problem.pairs);

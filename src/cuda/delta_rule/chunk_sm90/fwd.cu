@@ -56,7 +56,7 @@ BesideProblem beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& arg
                              int64_t chunks) {
   const int K = padded_k(sizes.head_dim_k);
   const int64_t pair_cycles = with_sP ? 1160 + 2080 * sizes.group : 800 + 1300 * sizes.group;
-  const int64_t chunk_cycles = columns == 64 ? 2050 : 2800;
+  const int64_t chunk_cycles = columns == 64 ? 2050 : 3600;
   return {.pairs = chunks * sizes.num_heads,
           .at_place = count_rows(args.problem.sequences) * sizes.num_heads,
           .pair_cycles = pair_cycles * K / 128,
@@ -121,8 +121,15 @@ ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkAr
 ChannelScanMaps channel_scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkArgs& args) {
   const DType dtype = in.k.dtype;
   const int64_t items = count_items(args);
-  return {copies_map(args.factors.keys, dtype, padded_k(args.problem.head_dim_k), items), rows_map(in.v), rows_map(o),
-          lower_map(args.factors.J, dtype, items), lower_map(args.factors.sP, dtype, items)};
+  ChannelScanMaps maps{};
+  maps.keys = copies_map(args.factors.keys, dtype, padded_k(args.problem.head_dim_k), items);
+  maps.v = rows_map(in.v);
+  maps.o = rows_map(o);
+  maps.J = lower_map(args.factors.J, dtype, items);
+  maps.sP = lower_map(args.factors.sP, dtype, items);
+  maps.has_states = have_states_map(args);
+  if (maps.has_states) maps.S = states_map(args.chunk_states, args.state_width, args, 64);
+  return maps;
 }
 
 namespace {
@@ -141,7 +148,7 @@ bool have_states_map(const ChunkArgs& args) {
   if (args.state_width == 0) return false;
   const StateDimensions of = dimensions_of(args.chunk_states, args.state_width, args);
   for (int i = 0; i < 5; ++i) {
-    if (of.sizes[i] > 1 && of.strides[i] <= 0) return false;
+    if (of.sizes[i] == 0 || (of.sizes[i] > 1 && of.strides[i] <= 0)) return false;
   }
   return true;
 }

@@ -703,7 +703,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
       }
     }
   }
-  if (args.published != nullptr) wait_for_previous_kernels();
+  if (args.published == nullptr) return;
+  __syncthreads();  // a warp that waits for the kernel before keeps its other lanes from working
+  wait_for_previous_kernels();
 }
 
 template <DType kType, class Shape>

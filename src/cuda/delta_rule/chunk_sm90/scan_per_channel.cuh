@@ -461,9 +461,9 @@ void launch_channel_scan_of(const ForwardArgs& args, const ChannelScanMaps& maps
 template <DType kType>
 void launch_channel_scan(const ForwardArgs& args, const ChannelScanMaps& maps, int columns, const Context& context) {
   const auto of = [&]<class Shape>() { launch_channel_scan_of<kType, Shape>(args, maps, context); };
-  const auto with = [&]<ChannelMakes kMakes>(const ChannelScanMaps& its) {
-    columns == kGroupColumns ? launch_channel_scan_of<kType, ChannelBlock<128, 1, kMakes>>(args, its, context)
-                             : launch_channel_scan_of<kType, ChannelBlock<128, 2, kMakes>>(args, its, context);
+  const auto with = [&]<ChannelMakes kMakes>() {
+    columns == kGroupColumns ? of.template operator()<ChannelBlock<128, 1, kMakes>>()
+                             : of.template operator()<ChannelBlock<128, 2, kMakes>>();
   };
   if (args.segments.chunks > 0) {
     of.template operator()<ChannelBlock<128, 2, ChannelMakes::kMaps>>();
@@ -471,12 +471,9 @@ void launch_channel_scan(const ForwardArgs& args, const ChannelScanMaps& maps, i
   }
   if (padded_k(args.problem.head_dim_k) == 64) {
     of.template operator()<ChannelBlock<64, 1, ChannelMakes::kOutputs>>();
-  } else if (has_states_map(args)) {
-    ChannelScanMaps and_states = maps;
-    and_states.S = chunk_states_map(args);
-    with.template operator()<ChannelMakes::kOutputsAndStates>(and_states);
   } else {
-    with.template operator()<ChannelMakes::kOutputs>(maps);
+    maps.has_states ? with.template operator()<ChannelMakes::kOutputsAndStates>()
+                    : with.template operator()<ChannelMakes::kOutputs>();
   }
 }
 
