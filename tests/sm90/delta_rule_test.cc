@@ -1,8 +1,10 @@
 // The forward of the delta rule on Hopper's instructions, by its name: against the double-precision reference, with all
 // lengths of tails, states, layouts and types.
+#include <thread>
 #include <tuple>
 #include <utility>
 
+#include "cuda/delta_rule/chunk_sm90/beside.h"
 #include "tests/sm90/delta_rule_cases.h"
 #include "tests/sm90/testing.h"
 
@@ -287,6 +289,79 @@ TEST(Sm90Channels, TypeOfTheGatesChangesNoBit) {
     same.g = problem.g.to(DType::kF32);
     expect_same_bits(run_forward(same), run_forward(problem), "gates in fp32");
   }
+}
+
+// Factors beside the scan --------------------------------------------------------------------------------------------
+
+// One sequence leaves most of the device to the factors of its later chunks. With an empty one beside it nothing is: several
+// sequences in a row go at different paces.
+TEST(Sm90Beside, ChangesNoBit) {
+  const int64_t chunks = emulated() ? 60 : 1900;  // more than all blocks begin with
+  for (const Widths& widths : {Widths{128, 128}, {128, 64}, {64, 64}}) {
+    for (Gate gate : {Gate::kNone, Gate::kPerHead}) {
+      DeltaRuleSpec spec = with_heads(sized(gate, 16 * chunks - 5, widths), 1, gate == Gate::kNone ? 1 : 2);
+      spec.options.chunk_size = 16;
+      const DeltaRuleCase alone = draw(spec, 20);
+      DeltaRuleCase apart = draw(with_lengths(spec, {spec.T, 0}), 20);
+      for (Tensor DeltaRuleCase::*tensor : {&DeltaRuleCase::q, &DeltaRuleCase::k, &DeltaRuleCase::v, &DeltaRuleCase::g,
+                                            &DeltaRuleCase::beta}) {
+        apart.*tensor = alone.*tensor;
+      }
+      apart.initial_state.fill(0);
+      DeltaRuleCase zero = alone;
+      zero.initial_state.fill(0);
+      expect_same_bits(run_forward(zero).o, run_forward(apart).o, describe(spec));
+    }
+  }
+}
+
+// How the factors are divided between all multiprocessors and those that the scan leaves idle.
+TEST(Sm90Beside, Plan) {
+  using namespace cuda::chunk_sm90;
+  const BesideProblem problem{.pairs = 12800,
+                              .at_place = 100,
+                              .pair_cycles = 2000,
+                              .beside_cycles = 2500,
+                              .chunk_cycles = 4000,
+                              .scan_blocks = 100,
+                              .at_once = 6};
+  const BesidePlan plan = plan_beside(problem, 132);
+  EXPECT_EQ(plan.beside, 32);
+  EXPECT_EQ(plan.before, 7128);  // nine rounds of 132 x 6: beside are 128 x 4000 x 32 / 2500 pairs at most
+  BesideProblem other = problem;
+  other.scan_blocks = 128;  // too few are idle
+  EXPECT_EQ(plan_beside(other, 132).beside, 0);
+  EXPECT_EQ(plan_beside(other, 132).before, 12800);
+  other = problem;
+  other.pairs = 700;  // all blocks begin with more
+  EXPECT_EQ(plan_beside(other, 132).beside, 0);
+  other = problem;
+  other.scan_blocks = 10;  // the scan waits for nothing but the first round
+  EXPECT_EQ(plan_beside(other, 132).before, 792);
+}
+
+// A thread whose first call finds all memory it needs: nothing before the tensor maps has asked for the device's context.
+TEST(Sm90DeltaRuleForward, FirstCallOfAThread) {
+  const DeltaRuleCase problem = draw(wide(Gate::kPerHead, 100), 21);
+  DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+  outputs.chunk_states = {};
+  const Call call(delta_rule_forward, arguments(problem, outputs));
+  const CallOnDevice on_device(call);
+  CountingSource memory;
+  Context context = context_for("chunk_sm90");
+  context.workspace = memory.source();
+  on_device.run(context);
+  const auto free_block = memory.blocks;
+  context.trust_pointers = true;
+  std::string error;
+  std::thread([&] {
+    try {
+      on_device.run(context);
+    } catch (const Error& problem_of_thread) {
+      error = problem_of_thread.what();
+    }
+  }).join();
+  EXPECT_EQ(error, "");
 }
 
 TEST(Sm90DeltaRuleForward, WhatItDeclines) {

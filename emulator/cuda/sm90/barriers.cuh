@@ -35,6 +35,10 @@ struct TransactionBarrier {
     barrier().arrive();
   }
   void wait(uint32_t parity) { emulator::wait_for_phase(shared_address(&word), parity % 2 != 0); }
+  bool ask(uint32_t) { return false; }
+  void wait(uint32_t parity, bool completed) {
+    if (!completed) wait(parity);
+  }
 
  private:
   emulator::TransactionBarrier& barrier() { return emulated::barrier_at(shared_address(&word)); }

@@ -59,6 +59,20 @@ struct TransactionBarrier {
           : "memory");
     } while (completed == 0);
   }
+  // Whether wait() would return at once. The answer takes as long as a product's first steps: who asks before other work,
+  // and then waits with the answer, does not wait for it.
+  __device__ __forceinline__ bool ask(uint32_t parity) {
+    uint32_t completed;
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.b32 %0, 1, 0, p;\n\t}"
+        : "=r"(completed)
+        : "r"(shared_address(&word)), "r"(parity)
+        : "memory");
+    return completed != 0;
+  }
+  __device__ __forceinline__ void wait(uint32_t parity, bool completed) {
+    if (!completed) wait(parity);
+  }
 };
 
 // Barriers that this thread initialized can be used by copies and, after a barrier of the block, by other threads.

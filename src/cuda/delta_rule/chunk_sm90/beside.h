@@ -30,7 +30,8 @@ struct BesidePlan {
 struct BesideProblem {
   int64_t pairs = 0;     // of a chunk and a key head in the window
   int64_t at_place = 1;  // R
-  int64_t pair_cycles;   // f
+  int64_t pair_cycles;    // f, before the scan
+  int64_t beside_cycles;  // f beside it, where the scan takes most of what memory gives
   int64_t chunk_cycles;  // t
   int64_t scan_blocks;   // each of which has a multiprocessor for itself
   int at_once = 1;       // pairs that a block of the factors works on
@@ -43,11 +44,11 @@ inline BesidePlan plan_beside(const BesideProblem& problem, int multiprocessors)
   const BesidePlan apart{all, 0, problem.pairs * f / multiprocessors + places * t * waves};
   const int64_t idle = multiprocessors - problem.scan_blocks, least = int64_t{multiprocessors} * problem.at_once;
   if (16 * idle < multiprocessors || problem.pairs <= least) return apart;  // nothing to gain
-  // A part more than is needed: the scan waits for the slowest.
-  const int64_t needed = problem.pairs - std::min(places * t * idle / f, problem.pairs) * 9 / 10;
+  const int64_t needed = problem.pairs - std::min(places * t * idle / problem.beside_cycles, problem.pairs);
   const int64_t before = std::min((needed + least - 1) / least * least, problem.pairs);
-  const BesidePlan plan{static_cast<int>(before), static_cast<int>(idle),
-                        before * f / multiprocessors + std::max(places * t, (problem.pairs - before) * f / idle)};
+  const BesidePlan plan{
+      static_cast<int>(before), static_cast<int>(idle),
+      before * f / multiprocessors + std::max(places * t, (problem.pairs - before) * problem.beside_cycles / idle)};
   return before < problem.pairs ? plan : apart;
 }
 

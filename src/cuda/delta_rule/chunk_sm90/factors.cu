@@ -99,13 +99,12 @@ struct FactorGroup {
     find_chunk(place.row, place.position, pair);
     pair.item = pair.item * args.problem.num_value_heads + place.key_head * args.problem.group;
   }
-  // The one that this warpgroup takes after `last`, without divisions: all wait for the thread that finds it.
+  // The one that this warpgroup takes after `last`, without divisions: all wait for the thread that finds it. At the end of a
+  // part the first of the other part follows, or, where there is none, no pair.
   __device__ __forceinline__ void find_next(const Pair& last, Pair& pair) const {
-    const Stride& stride = s.stride;
-    const int n = last.number + stride.step;
-    if (n >= stride.end) return begin_beside(pair);
-    Place place{last.place.position + stride.step_place.position, last.place.row + stride.step_place.row,
-                last.place.key_head + stride.step_place.key_head};
+    const Place step = s.stride.step_place;
+    int n = last.number + s.stride.step;
+    Place place{last.place.position + step.position, last.place.row + step.row, last.place.key_head + step.key_head};
     if (place.key_head >= s.heads) {
       place.key_head -= s.heads;
       ++place.row;
@@ -114,14 +113,18 @@ struct FactorGroup {
       place.row -= order.rows;
       ++place.position;
     }
+    if (n >= s.stride.end) {
+      begin_beside();
+      n = s.stride.first;
+      place = s.stride.place;
+    }
     find_pair(n, place, pair);
   }
-  // The first pair of the second part; after it, or where there is none, no pair.
-  __device__ __forceinline__ void begin_beside(Pair& pair) const {
+  __device__ __forceinline__ void begin_beside() const {
     s.stride = s.beside;
-    s.beside.first = order.pairs;
-    find_pair(s.stride.first, s.stride.place, pair);
+    s.beside = no_pairs();
   }
+  __device__ __forceinline__ Stride no_pairs() const { return {order.pairs, order.pairs, {}, 1, {}}; }
 
   __device__ __forceinline__ void load_keys(const Pair& pair) const {
     if (pair.length == 0) return;
@@ -204,7 +207,7 @@ struct FactorGroup {
   // A warpgroup's share of pairs [begin, end), of which `blocks` blocks have some. No other one touches their flags.
   __device__ __forceinline__ Stride stride_of(int begin, int end, int blocks) const {
     const int block = static_cast<int>(blockIdx.x), first = begin + group * blocks + block, step = kGroups * blocks;
-    if (block >= blocks || first >= end) return {order.pairs, order.pairs, {}, 1, {}};
+    if (block >= blocks || first >= end) return no_pairs();
     return {first, end, place_of(first), step, place_of(step)};
   }
   __device__ __forceinline__ void clear_flags(const Stride& stride) const {
@@ -225,7 +228,7 @@ struct FactorGroup {
       s.heads = args.problem.num_value_heads / args.problem.group;
       s.made = nullptr;
       s.stride = stride_of(0, order.before, static_cast<int>(gridDim.x));
-      s.beside = stride_of(order.before, order.pairs, order.beside);
+      s.beside = order.beside > 0 ? stride_of(order.before, order.pairs, order.beside) : no_pairs();
     }
     barrier();
     if (order.flags == nullptr) return;
@@ -237,11 +240,8 @@ struct FactorGroup {
   __device__ __forceinline__ void run() const {
     barrier();  // all have read the strides
     if (is_chosen()) {
-      if (s.stride.first < order.before) {
-        find_pair(s.stride.first, s.stride.place, s.pair[0]);
-      } else {
-        begin_beside(s.pair[0]);
-      }
+      if (s.stride.first >= order.before) begin_beside();
+      find_pair(s.stride.first, s.stride.place, s.pair[0]);
       load_keys(s.pair[0]);
       find_next(s.pair[0], s.pair[1]);
     }

@@ -50,16 +50,18 @@ bool may_be_beside(const ForwardArgs& args) {
   return args.segments.chunks == 0 && (sequences.offsets == nullptr || sequences.count == 1);
 }
 
-// .. with blocks of so many columns, for `chunks` of all rows. The cycles were measured on an H200 (K = V = 128): of the
-// factors with sP and without, for a pair and each of its value heads, and of a chunk in the scan.
+// .. with blocks of so many columns, for `chunks` of all rows. The cycles were measured on an H200 (K = V = 128, bf16): of
+// the factors with sP and without, for a pair and each of its value heads, and of a chunk in the scan beside them.
 BesideProblem beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& args, int columns, bool with_sP,
                              int64_t chunks) {
   const int K = padded_k(sizes.head_dim_k);
+  const bool saves = args.chunk_states.present();  // which memory shows
   const int64_t pair_cycles = with_sP ? 1160 + 2080 * sizes.group : 800 + 1300 * sizes.group;
-  const int64_t chunk_cycles = columns == 64 ? 2050 : 3600;
+  const int64_t chunk_cycles = columns == 64 ? (saves ? 3200 : 2100) : (saves ? 5900 : 4100);
   return {.pairs = chunks * sizes.num_heads,
           .at_place = count_rows(args.problem.sequences) * sizes.num_heads,
           .pair_cycles = pair_cycles * K / 128,
+          .beside_cycles = pair_cycles * K / 128 * (saves ? 175 : with_sP ? 105 : 135) / 100,
           .chunk_cycles = chunk_cycles * K / 128,
           .scan_blocks = sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns),
           .at_once = factor_groups(K, with_sP)};

@@ -412,9 +412,9 @@ struct WorkGroup {
 #pragma unroll
     for (int m = 0; m < kKeySteps<kK>; ++m) tile.store_a(16 * warp, m, lane, rS[m]);
   }
-  __device__ __forceinline__ void wait_taken(Turn& turn) const {
+  __device__ __forceinline__ void wait_taken(Turn& turn, bool taken) const {
     if (Shape::kHalves && group == 1) return;
-    s.taken.wait(turn.leaving ^ 1);
+    s.taken.wait(turn.leaving ^ 1, taken);
     turn.leaving ^= 1;
   }
   __device__ __forceinline__ void give_away() const {
@@ -450,19 +450,21 @@ struct WorkGroup {
       const Keys k = own_keys(late.k), q = own_keys(early.q);
       const LowerTile J(late.J), sP(late.sP);
       const bool leaves = saves || c > 0;
+      const bool taken = s.taken.ask(turn.leaving ^ 1);
+      const bool early_filled = s.of_early.filled[turn.early.at].ask(turn.early.parity);
       TokenSums X, O;
       wgmma_fence(X, rS);
 #pragma unroll
       for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rS[m], k.along_rows(0, m), m > 0);
       wgmma_commit();
-      if (leaves) wait_taken(turn);
+      if (leaves) wait_taken(turn, taken);
       // No address in shared memory is computed before the loop and kept: registers are short.
       const WorkGroup anew{args, maps, s, group, warp, opaque_below<kWarpSize>(lane)};
       if (c > 0) anew.put_outputs(rO);
       if constexpr (Shape::kSavesByMap) {
         if (saves) anew.put_state(rS);
       }
-      s.of_early.filled[turn.early.at].wait(turn.early.parity);
+      s.of_early.filled[turn.early.at].wait(turn.early.parity, early_filled);
       wgmma_fence(O);
 #pragma unroll
       for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(O, rS[m], q.along_rows(0, m), m > 0);
@@ -480,13 +482,14 @@ struct WorkGroup {
         if (m + kAhead < kTokenSteps) values.load_numbers(m + kAhead, token, lane);
         values.template correct<kType>(m, X, bD[m]);
       }
+      const bool made = Shape::kMakesP && s.made[turn.late.at].ask(turn.late.parity);
       wgmma_fence(X, bD);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
       wgmma_commit();
       wgmma_wait<1>(O);
       if constexpr (Shape::kHalves) hand_O(O);
-      if constexpr (Shape::kMakesP) s.made[turn.late.at].wait(turn.late.parity);
+      if constexpr (Shape::kMakesP) s.made[turn.late.at].wait(turn.late.parity, made);
       arrive(s.of_early.free[turn.early.at]);  // who makes sP has read q, too
       scale_outputs(token, O);
       scale_state(turn, S);
@@ -502,21 +505,23 @@ struct WorkGroup {
       }
       wgmma_commit();
       round_sums<kType, kTokenSteps>(X, R);
+      TransactionBarrier& free = s.of_late.free[turn.late.at];
+      turn.next();
+      const bool next_filled = s.of_late.filled[turn.late.at].ask(turn.late.parity);
       wgmma_fence(O, R);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
       wgmma_commit();
-      TransactionBarrier& free = s.of_late.free[turn.late.at];
-      turn.next();
-      if (c + 1 < chunks) s.of_late.filled[turn.late.at].wait(turn.late.parity);
+      if (c + 1 < chunks) s.of_late.filled[turn.late.at].wait(turn.late.parity, next_filled);
       wgmma_wait<1>(S);
       round_sums<kType, kKeySteps<kK>>(S, rS);
+      keep_in_place(rS);  // before the next wait
       wgmma_wait<0>(O);
       round_sums<kType, kTokenSteps>(O, rO);
       arrive(free);
     }
     if (chunks > 0) {
-      wait_taken(turn);
+      wait_taken(turn, false);
       put_outputs(rO);
       give_away();
     }
@@ -650,7 +655,7 @@ struct WorkGroup {
       wgmma_wait<0>(O);
       arrive(s.of_late.free[turn.late.at]);
       round_sums<kType, kTokenSteps>(O, rO);
-      wait_taken(turn);
+      wait_taken(turn, false);
       put_outputs(rO);
       give_away();
     }
