@@ -303,8 +303,8 @@ TEST(Sm90Beside, ChangesNoBit) {
       spec.options.chunk_size = 16;
       const DeltaRuleCase alone = draw(spec, 20);
       DeltaRuleCase apart = draw(with_lengths(spec, {spec.T, 0}), 20);
-      for (Tensor DeltaRuleCase::*tensor : {&DeltaRuleCase::q, &DeltaRuleCase::k, &DeltaRuleCase::v, &DeltaRuleCase::g,
-                                            &DeltaRuleCase::beta}) {
+      for (Tensor DeltaRuleCase::*tensor :
+           {&DeltaRuleCase::q, &DeltaRuleCase::k, &DeltaRuleCase::v, &DeltaRuleCase::g, &DeltaRuleCase::beta}) {
         apart.*tensor = alone.*tensor;
       }
       apart.initial_state.fill(0);
@@ -345,18 +345,19 @@ TEST(Sm90DeltaRuleForward, FirstCallOfAThread) {
   const DeltaRuleCase problem = draw(wide(Gate::kPerHead, 100), 21);
   DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
   outputs.chunk_states = {};
-  const Call call(delta_rule_forward, arguments(problem, outputs));
-  const CallOnDevice on_device(call);
-  CountingSource memory;
+  const CallOnDevice call{Call(delta_rule_forward, arguments(problem, outputs))};
+  CountingSource measure;
   Context context = context_for("chunk_sm90");
-  context.workspace = memory.source();
-  on_device.run(context);
-  const auto free_block = memory.blocks;
+  context.workspace = measure.source();
+  call.enqueue(context);
+  const support::DeviceBuffer memory(measure.most);
+  context.workspace = {[](void* user, size_t) { return static_cast<support::DeviceBuffer*>(user)->data(); },
+                       [](void*, void*, size_t) {}, const_cast<support::DeviceBuffer*>(&memory)};
   context.trust_pointers = true;
   std::string error;
   std::thread([&] {
     try {
-      on_device.run(context);
+      call.enqueue(context);
     } catch (const Error& problem_of_thread) {
       error = problem_of_thread.what();
     }

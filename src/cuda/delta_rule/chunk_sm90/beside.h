@@ -28,13 +28,13 @@ struct BesidePlan {
 };
 
 struct BesideProblem {
-  int64_t pairs = 0;     // of a chunk and a key head in the window
-  int64_t at_place = 1;  // R
+  int64_t pairs = 0;      // of a chunk and a key head in the window
+  int64_t at_place = 1;   // R
   int64_t pair_cycles;    // f, before the scan
   int64_t beside_cycles;  // f beside it, where the scan takes most of what memory gives
-  int64_t chunk_cycles;  // t
-  int64_t scan_blocks;   // each of which has a multiprocessor for itself
-  int at_once = 1;       // pairs that a block of the factors works on
+  int64_t chunk_cycles;   // t
+  int64_t scan_blocks;    // each of which has a multiprocessor for itself
+  int at_once = 1;        // pairs that a block of the factors works on
 };
 
 inline BesidePlan plan_beside(const BesideProblem& problem, int multiprocessors) {

@@ -61,7 +61,11 @@ BesideProblem beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& arg
   return {.pairs = chunks * sizes.num_heads,
           .at_place = count_rows(args.problem.sequences) * sizes.num_heads,
           .pair_cycles = pair_cycles * K / 128,
-          .beside_cycles = pair_cycles * K / 128 * (saves ? 175 : with_sP ? 105 : 135) / 100,
+          .beside_cycles = pair_cycles * K / 128 *
+                           (saves     ? 175
+                            : with_sP ? 105
+                                      : 135) /
+                           100,
           .chunk_cycles = chunk_cycles * K / 128,
           .scan_blocks = sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns),
           .at_once = factor_groups(K, with_sP)};

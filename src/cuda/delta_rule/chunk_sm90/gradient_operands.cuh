@@ -40,8 +40,8 @@ struct GradientSums {
 
 // Barriers `filled` and `free` as in TransactionBarrier. What is free together is brought together:
 //
-//     numbers   the item and its numbers per token; free when the item is done. The warp that brings the others waits for
-//               `named`: the item alone
+//     numbers   the item and its numbers per token; free when the item is done. The warp that brings the others waits
+//               for `named`: the item alone
 //     keys      k and q, for all heads of a group; free when dq and dk have left, which is found out in the item after
 //     first     v and J: free after step 1
 //     states    S, Y, d_o and G: free after the products of step 3 with them

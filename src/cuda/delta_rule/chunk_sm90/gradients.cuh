@@ -13,8 +13,8 @@
 //                                                dk = -beta e (Y S^T) + w (R G^T) + (A' + A'^T) k + P'^T q
 //
 // Where registers allow, products run while threads work on what others gave: k k^T and Y S^T, which need no R, beside
-// step 1, and the others of step 3 with states beside step 2. When they have ended, half of step 2 is left, for the next
-// states to come in. Two more warps make dg and dbeta of the sums that the warpgroups leave. dq and dk leave through
+// step 1, and the others of step 3 with states beside step 2. When they have ended, half of step 2 is left, for the
+// next states to come in. Two more warps make dg and dbeta of the sums that the warpgroups leave. dq and dk leave through
 // the tiles of q and k: a warpgroup writes only the channels that it alone reads in step 3.
 //
 // With K, V <= 64 two blocks are on a multiprocessor: a warpgroup alone has what it waits for filled by the other block's.
@@ -131,8 +131,8 @@ struct Along {
   }
 };
 
-// kGrouped: dq and dk are sums over the value heads of a group, in registers. They leave no room for products beside those
-// that come before, which they then follow; nor does one warpgroup alone, whose sums of step 2 are twice as wide.
+// kGrouped: dq and dk are sums over the value heads of a group, in registers. They leave no room for products beside
+// those that come before, which they then follow; nor does one warpgroup alone, whose sums of step 2 are twice as wide.
 template <DType kType, class Block, bool kGrouped>
 struct GradientGroup {
   static constexpr int kWidth = Block::kWidth, kWorkers = Block::kWorkers, kChannels = Block::kChannels;
@@ -189,8 +189,8 @@ struct GradientGroup {
     }
   }
 
-  // By what the products of step 2 are multiplied: numbers of the lane's two rows, and, of its pairs, the decay from one
-  // token to the other and the norm of the latter. Also sP of these pairs.
+  // By what the products of step 2 are multiplied: numbers of the lane's two rows, and, of its pairs, the decay from
+  // one token to the other and the norm of the latter. Also sP of these pairs.
   struct PairFactors {
     float2 gamma, rstd, beta, on_P;
     Pairs of_pair;
@@ -464,8 +464,8 @@ struct GradientGroup {
     commit_stores();
   }
 
-  // By the thread that had dq and dk of the key head before stored: k and q of the one after this may take their place. It
-  // does not wait when it has started the copies, which take longer than step 1: its warpgroup would wait for it.
+  // By the thread that had dq and dk of the key head before stored: k and q of the one after this may take their place.
+  // It does not wait when it has started the copies, which take longer than step 1: its warpgroup would wait for it.
   __device__ __forceinline__ void end_storing(const Item& item, const uint32_t& keys) const {
     if (!item.first || keys == 0 || thread % (Block::kSharesPanel ? kWorkers : kGroupThreads) != 0) return;
     wait_stores_read<0>();
