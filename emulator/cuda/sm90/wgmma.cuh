@@ -10,6 +10,9 @@
 #include "cuda/sm90/panel_tile.cuh"
 
 namespace fastweight::cuda {
+template <class T>
+void keep_in_place(T&) {}
+
 template <class... Registers>
 void wgmma_fence(Registers&...) {
   emulator::async_work().fence();
