@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "core/workspace.h"
 #include "cuda/common/first_chunks.h"
@@ -218,7 +219,8 @@ void compute_factors(const Problem& problem, const ChunkArgs& args, const Contex
   if (args.num_chunks == 0) return;
 #ifdef FASTWEIGHT_SM90
   if (has_decay_per_channel(problem) && chunk_sm90::takes_channel_factors(problem.args.in, problem.sizes)) {
-    chunk_sm90::launch_channel_factors(problem.args.in, args, context);
+    constexpr bool kForward = std::is_same_v<Problem, DeltaRuleForwardProblem>;
+    chunk_sm90::launch_channel_factors(problem.args.in, args, kForward, context);
     return;
   }
   if (!has_decay_per_channel(problem) && chunk_sm90::takes_head_factors(problem.args.in, problem.sizes)) {

@@ -37,18 +37,25 @@ struct Item {
   int64_t factors;
 };
 
-__device__ __forceinline__ Item item_of_block(const ChunkArgs& args) {
-  const uint32_t HV = static_cast<uint32_t>(args.problem.num_value_heads), slot = blockIdx.x / HV;
+//
+// Heads go first, then rows of the batch, then chunks of a row, or these from the last to the first: the scan finds in the
+// second-level cache what was made last, and begins with that.
+__device__ __forceinline__ Item item_of_block(const ChunkArgs& args, bool from_the_end) {
+  const uint32_t HV = static_cast<uint32_t>(args.problem.num_value_heads), turn = blockIdx.x / HV;
   const bool fixed = args.chunked.sequences.offsets == nullptr;
+  const uint32_t width = static_cast<uint32_t>(args.window.width());
   Item item;
-  item.head = static_cast<int>(blockIdx.x - slot * HV);
+  item.head = static_cast<int>(blockIdx.x - turn * HV);
   if (fixed) {
-    const uint32_t width = static_cast<uint32_t>(args.window.width()), row = slot < width ? 0 : slot / width;
-    const int64_t C = args.chunked.chunk_size, position = args.window.begin + (slot - row * width);
+    const uint32_t rows = static_cast<uint32_t>(args.chunked.sequences.count), at = rows == 1 ? turn : turn / rows;
+    const uint32_t row = turn - at * rows, in_window = from_the_end ? width - 1 - at : at;
+    const int64_t C = args.chunked.chunk_size, position = args.window.begin + in_window;
     const int64_t begin = position * C;
     item.span = {row, row, begin, min(args.chunked.sequences.tokens - begin, C), position};
-    item.factors = args.factors_of_window ? blockIdx.x : (row * args.window.row + position) * HV + item.head;
+    const int64_t chunk = args.factors_of_window ? int64_t{row} * width + in_window : row * args.window.row + position;
+    item.factors = chunk * HV + item.head;
   } else {
+    const uint32_t slot = from_the_end ? width - 1 - turn : turn;
     const int64_t chunk = args.window.chunk_in(slot);
     item.span = chunk_at(args.chunked, chunk);
     item.factors = args.factors_at(chunk) + item.head;

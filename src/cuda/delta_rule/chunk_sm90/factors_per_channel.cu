@@ -407,7 +407,7 @@ __global__ void __launch_bounds__(kThreads<kK>, kBlocksOnOne<kK>)
     s.gates_filled.init(2);  // this thread, and the warp that knows the gate numbers
     s.keys_filled.init(1);
     fence_barrier_init();
-    s.item = item_of_block(args);
+    s.item = item_of_block(args, maps.from_the_end);
     if (s.item.span.sequence >= 0) start_loads(args, maps, s);
   }
   __syncthreads();
@@ -487,8 +487,10 @@ bool takes_channel_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& size
          most_chunks * sizes.num_value_heads <= kMost && lacks_shared_memory(sizeof(Shared<kMostK>), device).empty();
 }
 
-void launch_channel_factors(const DeltaRuleInputs& in, const ChunkArgs& args, const Context& context) {
+void launch_channel_factors(const DeltaRuleInputs& in, const ChunkArgs& args, bool from_the_end,
+                            const Context& context) {
   FactorMaps maps;
+  maps.from_the_end = from_the_end;
   maps.k = rows_map(in.k);
   maps.q = rows_map(in.q);
   maps.has_g = in.g.dtype == in.k.dtype && has_token_map(in.g);

@@ -11,9 +11,10 @@
 namespace fastweight::cuda::chunk_sm90 {
 
 struct FactorMaps {
-  TensorMap k, q, g;   // token_map with boxes of 64 x 64
-  TensorMap copies;    // copies_map
-  bool has_g = false;  // the gates have the type of the keys, and such a map
+  TensorMap k, q, g;          // token_map with boxes of 64 x 64
+  TensorMap copies;           // copies_map
+  bool has_g = false;         // the gates have the type of the keys, and such a map
+  bool from_the_end = false;  // the last chunks of the window first
 };
 
 // The copies of the keys of `items` pairs of a chunk and a value head, [items][3][64][padded K], in boxes of 64 x 64:
@@ -24,6 +25,8 @@ TensorMap copies_map(const uint16_t* copies, DType dtype, int padded_k, int64_t 
 int64_t count_items(const chunk_16bit::ChunkArgs& args);
 
 bool takes_channel_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes);
-void launch_channel_factors(const DeltaRuleInputs& in, const chunk_16bit::ChunkArgs& args, const Context& context);
+// `from_the_end`: the last chunks of the window first, for who goes on with the first ones.
+void launch_channel_factors(const DeltaRuleInputs& in, const chunk_16bit::ChunkArgs& args, bool from_the_end,
+                            const Context& context);
 
 }  // namespace fastweight::cuda::chunk_sm90
