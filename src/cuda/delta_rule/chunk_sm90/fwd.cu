@@ -64,7 +64,7 @@ BesideProblem beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& arg
           .beside_cycles = pair_cycles * K / 128 *
                            (saves     ? 175
                             : with_sP ? 105
-                                      : 135) /
+                                      : 125) /
                            100,
           .chunk_cycles = chunk_cycles * K / 128,
           .scan_blocks = sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns),
