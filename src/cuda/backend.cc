@@ -82,9 +82,13 @@ void check_arguments(const Context& context, std::span<const check::Argument> ar
 DeviceScope::DeviceScope(Device device) {
   int current = 0;
   check_cuda(cudaGetDevice(&current), "cudaGetDevice");
-  if (current == device.index) return;
+  // A thread's first device is device 0, by name alone: functions of the driver, which make tensor maps, find no context
+  // before the runtime has been told or has done something with it.
+  static thread_local int ready = -1;
+  if (current == device.index && current == ready) return;
   check_cuda(cudaSetDevice(device.index), "cudaSetDevice");
-  previous_ = current;
+  ready = device.index;
+  if (current != device.index) previous_ = current;
 }
 
 DeviceScope::~DeviceScope() {

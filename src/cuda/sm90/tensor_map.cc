@@ -68,19 +68,10 @@ TensorMap tensor_map(const TensorMapSpec& spec) {
     if (i > 0) strides[i - 1] = static_cast<cuuint64_t>(spec.strides[i] * element_size(spec.dtype));
   }
   TensorMap map{};
-  const auto encode_now = [&] {
-    return encode(&map, type_of(spec.dtype), static_cast<cuuint32_t>(spec.rank), const_cast<void*>(spec.data), sizes,
-                  strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, pattern_of(spec.swizzle),
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  };
-  CUresult status = encode_now();
-  if (status == CUDA_ERROR_INVALID_CONTEXT) {
-    // The first call of this thread that needs the device's context: the runtime makes it current, the driver does not.
-    int device = 0;
-    check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-    check_cuda(cudaSetDevice(device), "cudaSetDevice");
-    status = encode_now();
-  }
+  const CUresult status =
+      encode(&map, type_of(spec.dtype), static_cast<cuuint32_t>(spec.rank), const_cast<void*>(spec.data), sizes,
+             strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, pattern_of(spec.swizzle),
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw Error(ErrorCode::kDevice, "cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status)));
   }
