@@ -33,7 +33,8 @@ struct LaunchShape {
   dim3 block;
   size_t dynamic_shared_bytes = 0;
   // The kernel may be started before the kernels before it on the stream have completed, where code and device know how
-  // (sm_90): its threads call wait_for_previous_kernels() of instructions.cuh before anything else in global memory.
+  // (sm_90): its threads call wait_for_previous_kernels() of instructions.cuh before anything else in global memory, or, where
+  // the kernel before has called it and lets this one start, before they leave (publish()).
   bool overlaps = false;
 };
 
