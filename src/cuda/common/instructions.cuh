@@ -174,9 +174,9 @@ __device__ __forceinline__ void let_next_kernel_start() {
 }
 
 // A kernel that overlaps may take results of the one before it as they come, if that one lets it start after its own
-// wait_for_previous_kernels: what came before both can be seen then. At its end it waits, too: who waits for it has waited for both. One thread of a block publishes them by a
-// flag, after a barrier that all who wrote them have passed; who finds it set by `is_published`, and all that pass a
-// barrier with that thread after it, read what was written before.
+// wait_for_previous_kernels: what came before both can be seen then. At its end it waits, too: who waits for it has waited
+// for both. One thread of a block publishes results by a flag, after a barrier that all who wrote them have passed; who
+// finds it set by `is_published`, and all that pass a barrier with that thread after it, read what was written before.
 __device__ __forceinline__ void publish(uint32_t* flag) {
   asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
 }
