@@ -337,9 +337,20 @@ TEST(Sm90Beside, Plan) {
   other.pairs = 700;  // all blocks begin with more
   EXPECT_EQ(plan_beside(other, 132).beside, 0);
   other = problem;
+  other.pairs = other.at_place = other.scan_blocks = 0;  // nothing to do
+  EXPECT_EQ(plan_beside(other, 132).beside, 0);
+  other = problem;
   other.scan_blocks = 10;  // the others are fast enough
   EXPECT_EQ(plan_beside(other, 132).beside, 122);
   EXPECT_EQ(plan_beside(other, 132).before, 0);
+}
+
+TEST(Sm90DeltaRuleForward, NoBatchAndNoTokens) {
+  for (auto [B, T] : {std::pair<int64_t, int64_t>{0, 70}, {0, 0}, {2, 0}}) {
+    DeltaRuleSpec spec = with_heads(wide(Gate::kPerHead, T), 2, 2);
+    spec.B = B;
+    expect_as_reference(draw(spec, 22));
+  }
 }
 
 // A thread whose first call finds all memory it needs: nothing before the tensor maps has asked for the device's context.

@@ -38,6 +38,7 @@ struct BesideProblem {
 };
 
 inline BesidePlan plan_beside(const BesideProblem& problem, int multiprocessors) {
+  if (problem.pairs == 0) return {};
   const int64_t places = problem.pairs / problem.at_place, f = problem.pair_cycles, t = problem.chunk_cycles;
   const int64_t waves = (problem.scan_blocks + multiprocessors - 1) / multiprocessors;
   const auto all = static_cast<int>(problem.pairs);

@@ -92,6 +92,16 @@ int columns_of(const DeltaRuleForwardProblem& problem, const Context& context) {
   return cycles(64) <= cycles(128) ? 64 : 128;
 }
 
+// Of states [B, chunks, HV, V, channels], the last dimension first.
+struct StateDimensions {
+  int64_t sizes[5], strides[5];
+};
+StateDimensions dimensions_of(const DeviceStates& states, int width, const ChunkArgs& args) {
+  const DeltaRuleDeviceProblem& p = args.problem;
+  return {{width, p.head_dim_v, p.num_value_heads, args.state_chunks, count_rows(p.sequences)},
+          {1, states.v_stride, states.outer_strides[2], states.outer_strides[1], states.outer_strides[0]}};
+}
+
 }  // namespace
 
 // Few heads: narrow blocks, as long as each has a multiprocessor of its own. With K <= 64 or K > 128 there are no others.
@@ -137,18 +147,6 @@ ChannelScanMaps channel_scan_maps(const DeltaRuleInputs& in, const TensorView& o
   if (maps.has_states) maps.S = states_map(args.chunk_states, args.state_width, args, 64);
   return maps;
 }
-
-namespace {
-// Of states [B, chunks, HV, V, channels], the last dimension first.
-struct StateDimensions {
-  int64_t sizes[5], strides[5];
-};
-StateDimensions dimensions_of(const DeviceStates& states, int width, const ChunkArgs& args) {
-  const DeltaRuleDeviceProblem& p = args.problem;
-  return {{width, p.head_dim_v, p.num_value_heads, args.state_chunks, count_rows(p.sequences)},
-          {1, states.v_stride, states.outer_strides[2], states.outer_strides[1], states.outer_strides[0]}};
-}
-}  // namespace
 
 bool have_states_map(const ChunkArgs& args) {
   if (args.state_width == 0) return false;
