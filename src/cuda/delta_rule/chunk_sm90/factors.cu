@@ -47,8 +47,8 @@ struct Shape {
     unsigned char k[KeyTile<kK>::kBytes], q[kWithP ? KeyTile<kK>::kBytes : 16];
     FactorScratch scratch;
     Pair pair[3];  // this one and the next two
-    Stride stride,
-        beside;      // of the part of the order that the warpgroup is in, and of the one that the first blocks have
+    // Of the part of the order that the warpgroup is in, and of the one that the first blocks have.
+    Stride stride, beside;
     uint32_t* made;  // the flag of the pair before
     int heads;       // of keys
     TransactionBarrier filled;

@@ -51,7 +51,8 @@ bool may_be_beside(const ForwardArgs& args) {
 }
 
 // .. with blocks of so many columns, for `chunks` of all rows. The cycles were measured on an H200 (K = V = 128, bf16): of
-// the factors with sP and without, for a pair and each of its value heads, and of a chunk in the scan beside them.
+// the factors with sP and without, for a pair and each of its value heads, and of a chunk in the scan beside them. Other K are
+// taken to cost in proportion.
 BesideProblem beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& args, int columns, bool with_sP,
                              int64_t chunks) {
   const int K = padded_k(sizes.head_dim_k);
