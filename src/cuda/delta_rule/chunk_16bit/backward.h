@@ -17,6 +17,7 @@ struct BackKernels {
   int gradients_on_one;       // blocks of the gradients on a multiprocessor
   bool sums_keys;             // whether these leave sums of dq and dk in memory
   bool leaves_pairs = false;  // whether these have GradientArgs::left
+  bool follow = false;        // whether a scan back may follow them as GradientArgs::follows_gradients says
   int segment_chunks = 0;     // as in forward_in_windows
   // Over all chunks, as in the forward: the states before them.
   std::function<void(const chunk_sm90::ForwardArgs&)> scan_states;

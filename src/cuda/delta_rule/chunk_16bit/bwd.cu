@@ -294,6 +294,7 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, BackKernels ke
     if (windows.count > 1) args.chunk.carried = carried_states(problem, scratch.carried, n);
     if (beside) args.progress.counter = scratch.flags + flags + n;
     if (args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
+    args.follows_gradients = kernels.follow && wanted && n > 0 && !args.chunk.factors_of_window;
     kernels.scan_back(args);
     if (wanted) kernels.gradients(args, gradient_blocks(problem, kernels, chunks_in_window(args.chunk)));
   }

@@ -249,6 +249,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
     if (takes_gradients(problem.sizes)) {
       kernels.gradients_on_one = gradients_on_one(columns_of_gradients(problem.sizes));
       kernels.sums_keys = false;
+      kernels.follow = scans_back;
       kernels.gradients = [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); };
     }
   }

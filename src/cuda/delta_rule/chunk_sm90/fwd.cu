@@ -51,14 +51,17 @@ bool may_be_beside(const ForwardArgs& args) {
 }
 
 // .. with blocks of so many columns, for `chunks` of all rows. The cycles were measured on an H200 (K = V = 128, bf16): of
-// the factors with sP and without, for a pair and each of its value heads, and of a chunk in the scan beside them. Other K are
-// taken to cost in proportion.
+// the factors with sP and without, for a pair and each of its value heads, and of a chunk in the scan beside them: what it
+// takes a block by itself, and, where there are many, what memory gives them all. Other K are taken to cost in proportion.
 BesideProblem beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& args, int columns, bool with_sP,
-                             int64_t chunks) {
+                             int64_t chunks, int multiprocessors) {
   const int K = padded_k(sizes.head_dim_k);
   const bool saves = args.chunk_states.present();  // which memory shows
   const int64_t pair_cycles = with_sP ? 1160 + 2080 * sizes.group : 800 + 1300 * sizes.group;
-  const int64_t chunk_cycles = columns == 64 ? (saves ? 3200 : 2100) : (saves ? 5900 : 4100);
+  const int64_t blocks = sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns);
+  const int64_t alone = columns == 64 ? (saves ? 3200 : 2100) : (saves ? 4700 : 3300);
+  const int64_t of_memory = columns == 64 ? (saves ? 36 : 24) : (saves ? 62 : 43);
+  const int64_t chunk_cycles = std::max(alone, of_memory * std::min<int64_t>(blocks, multiprocessors));
   return {.pairs = chunks * sizes.num_heads,
           .at_place = count_rows(args.problem.sequences) * sizes.num_heads,
           .pair_cycles = pair_cycles * K / 128,
@@ -68,7 +71,7 @@ BesideProblem beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& arg
                                       : 125) /
                            100,
           .chunk_cycles = chunk_cycles * K / 128,
-          .scan_blocks = sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns),
+          .scan_blocks = blocks,
           .at_once = factor_groups(K, with_sP)};
 }
 
@@ -87,7 +90,8 @@ int columns_of(const DeltaRuleForwardProblem& problem, const Context& context) {
   }
   const auto cycles = [&](int columns) {
     const bool with_sP = !leaves_sP_to_scan(sizes, columns);
-    return plan_beside(beside_problem(sizes, args, columns, with_sP, args.num_chunks), multiprocessors_of(problem))
+    const int multiprocessors = multiprocessors_of(problem);
+    return plan_beside(beside_problem(sizes, args, columns, with_sP, args.num_chunks, multiprocessors), multiprocessors)
         .cycles;
   };
   return cycles(64) <= cycles(128) ? 64 : 128;
@@ -227,8 +231,8 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
       FactorOrder order = factor_order(args, !row_numbers, multiprocessors);
       if (may_be_beside(args)) {
         const int64_t chunks = chunk_16bit::chunks_in_window(args);
-        const BesidePlan plan =
-            plan_beside(beside_problem(problem.sizes, args, columns, !row_numbers, chunks), multiprocessors);
+        const BesidePlan plan = plan_beside(
+            beside_problem(problem.sizes, args, columns, !row_numbers, chunks, multiprocessors), multiprocessors);
         if (plan.beside > 0) {
           order.before = plan.before;
           order.beside = plan.beside;

@@ -106,7 +106,8 @@ struct GradientColumns {
   }
 };
 
-// The warps that store, by one lane each: for a warpgroup, which goes on meanwhile.
+// The warps that store, by one lane each: for a warpgroup, which goes on meanwhile. G and Y may take the places of those of the
+// window before, which the gradients before the kernel read.
 template <int kK, int kGroups, class Maps, class Shared>
 struct BackStorer {
   const GradientArgs& args;
@@ -120,6 +121,7 @@ struct BackStorer {
     const ValueTile dv(s.leaving[group].dv);
     auto& barriers = s.barriers_of_leaving;
     uint32_t parity = 0;
+    if (args.follows_gradients) wait_for_previous_kernels();
     for_each_part(args.chunk, parts, kGroups * kGroupColumns, [&](const ScanPart& part, const Walk& walk) {
       const int column = part.column + group * kGroupColumns;
       for (int c = walk.chunks - 1; c >= 0; --c, parity ^= 1) {

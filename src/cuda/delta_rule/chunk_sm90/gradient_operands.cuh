@@ -50,6 +50,9 @@ struct GradientSums {
 //
 // Step 1 waits for `first_filled`: v, J, S and Y; step 2 for `second_filled`: d_o and sP, and `third_filled`: G.
 //
+// The kernel may start beside the scan back, which has waited for all kernels before: only for G and Y it waits. Then the scan
+// back over the next window may start, which finds free multiprocessors when the first blocks have no pairs left.
+//
 // For a padded K and kGroups warpgroups that work.
 template <int kK, int kGroups>
 struct GradientBlock {
@@ -171,6 +174,10 @@ struct Bringer {
     for (int p = 0; p < StatesTile::kPanels; ++p) {
       load_box(S.panel(p), maps.S, {p * StatesTile::kPanelColumns, 0, item.head, chunk, at.batch}, s.first_filled);
     }
+    if (turn == 0) {
+      wait_for_previous_kernels();
+      let_next_kernel_start();
+    }
     load_rows(WrittenTile(s.Y), maps.Y, args.padded_v, static_cast<int>(item.slot), s.first_filled);
   }
 
@@ -181,6 +188,7 @@ struct Bringer {
     load_panels(ValuesTile(s.d_o), maps.d_o, 0, args.chunk.problem.head_dim_v, rows_of(item, item.head),
                 s.second_filled);
     s.third_filled.arrive_expecting(StatesTile::kBytes);
+    if (turn == 0) wait_for_previous_kernels();
     load_rows(StatesTile(s.G), maps.G, args.padded_v, static_cast<int>(item.slot), s.third_filled);
     s.pairs_free.wait(busy);
     load_lower(s.P, maps.sP, static_cast<int>(item.factors), s.second_filled);

@@ -700,7 +700,6 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
       prefetch_map(*map);
     }
   }
-  wait_for_previous_kernels();
   __syncthreads();
   const int warp = uniform_warp(), lane = thread % kWarpSize;
   if (warp >= kWarps) {
@@ -713,6 +712,8 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
     take_registers<Block::kWorkRegisters>();
     GradientGroup<kType, Block, kGrouped>{args, maps, s, warp / 4, warp % 4, lane, thread}.run();
   }
+  __syncthreads();  // a warp that waits for the kernel before keeps its other lanes from working
+  wait_for_previous_kernels();
 }
 
 }  // namespace

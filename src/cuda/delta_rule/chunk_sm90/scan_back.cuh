@@ -262,7 +262,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     s.barriers_of_leaving.init();
     fence_barrier_init();
   }
-  wait_for_previous_kernels();
+  // Otherwise the kernel before this one has waited for the window before, and only what is stored waits for it.
+  if (!args.follows_gradients) wait_for_previous_kernels();
+  let_next_kernel_start();
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
@@ -282,6 +284,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
       BackGroup<kType, Shape>{own, s}.run(turn);
     });
   }
+  if (!args.follows_gradients) return;
+  __syncthreads();  // a warp that waits for the kernel before keeps its other lanes from working
+  wait_for_previous_kernels();
 }
 
 template <DType kType, class Shape>
