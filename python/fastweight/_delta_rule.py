@@ -102,8 +102,8 @@ def _kept_words(device: int, gate: int, dtype: torch.dtype, head_dim_k: int) -> 
 def _words_of_kept_factors(q: Tensor, options: int, disable_recompute: bool) -> int:
     """How many words such a forward keeps beside the states, of every chunk and value head; 0: none.
 
-    With one decay per head, and with none, a quarter of the memory of q, k, v and o (64 tokens to a chunk,
-    K = V = 128). With one per channel as much as they have themselves: then only where it is told to.
+    With one decay per head, and with none, a fifth of the memory of q, k, v and o (64 tokens to a chunk,
+    K = V = 128). With one per channel nearly as much as they have themselves: then only where it is told to.
     """
     gate = options & 3
     if gate == PER_CHANNEL and not disable_recompute:

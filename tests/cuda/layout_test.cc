@@ -5,6 +5,7 @@
 
 #include "cuda/common/tensor.h"
 #include "cuda/delta_rule/chunk_16bit/config.h"
+#include "cuda/delta_rule/chunk_16bit/lower.h"
 #include "cuda/delta_rule/chunk_fp32/config.h"
 #include "cuda/delta_rule/device_problem.h"
 #include "support/tensor.h"
@@ -139,6 +140,15 @@ TEST(CudaConfig, ChunkFp32) {
   EXPECT_EQ(scan(33, 128, 128), "K 128, columns 32, warps 2, stages 2") << "132 blocks of half the warps, one each";
   EXPECT_EQ(scan(67, 64, 128), "K 64, columns 32, warps 2, stages 2") << "three of two warps are less than two of four";
   EXPECT_EQ(scan(1, 200, 16), "K 256, columns 32, warps 2, stages 2");
+}
+
+TEST(CudaLayout, BlocksOfLowerTriangularMatrices) {
+  int next = 0;  // row after row, without gaps
+  for (int i = 0; i < 64; ++i) {
+    EXPECT_EQ(chunk_16bit::lower_pitch(i / 16), (i / 16 + 1) * 16);
+    for (int j = 0; j < (i / 16 + 1) * 16; ++j) EXPECT_EQ(chunk_16bit::lower_offset(i, j), next++) << i << ", " << j;
+  }
+  EXPECT_EQ(chunk_16bit::kLowerElements, next);
 }
 
 }  // namespace

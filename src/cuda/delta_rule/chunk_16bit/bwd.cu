@@ -88,18 +88,20 @@ bool has_factors_of_window(const DeltaRuleBackwardProblem& problem) {
   return knows_states(problem) && !problem.args.kept.present();
 }
 
-// What G, Y and, unless they were kept, the factors take is divided by five where it is much and a decay belongs to a
-// head, and kept below a bound. Windows cost time: on an H200, of 96 heads of 8192 tokens, four of them 0.10 ms of 1.3, and
-// with decays per channel 0.17 of 4.4.
+// What G, Y and, unless they were kept, the factors of all chunks take is kept below a bound by windows, and, where it is
+// much and a decay belongs to a head, made small beside what a training step keeps anyway: as few windows as leave
+// kOfWindow to each, but no more than kMostWindows, because each costs time. On an H200, of 96 heads of 8192 tokens, four
+// of them cost 0.10 ms of 1.3, and with decays per channel 0.17 of 4.4.
 Windows back_windows(const DeltaRuleBackwardProblem& problem, const ChunkArgs& chunk, const Context& context) {
-  constexpr size_t kMuch = size_t{320} << 20, kMost = size_t{1} << 30;
+  constexpr size_t kMost = size_t{1} << 30, kMuch = size_t{320} << 20, kOfWindow = size_t{50} << 20;
+  constexpr int64_t kMostWindows = 12;
   ScratchLayout one;
   if (has_factors_of_window(problem)) take_factors(one, problem, 1, true);
   const int64_t V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
   one.take<uint16_t>(problem.sizes.num_value_heads * V * (K + kChunkRows));
-  const int64_t count = count_for(chunk, one.bytes(), kMost, context);
-  const bool much = !has_decay_per_channel(problem) && count_for(chunk, one.bytes(), kMuch, context) > 1;
-  return windows_of(chunk, much ? std::max<int64_t>(count, 5) : count);
+  const auto count = [&](size_t most) { return count_for(chunk, one.bytes(), most, context); };
+  const bool much = !has_decay_per_channel(problem) && count(kMuch) > 1;
+  return windows_of(chunk, std::max(count(kMost), much ? std::min(count(kOfWindow), kMostWindows) : 1));
 }
 
 struct Scratch {

@@ -11,6 +11,7 @@
 #include "cuda/delta_rule/chunk.cuh"
 #include "cuda/delta_rule/chunk_16bit/config.h"
 #include "cuda/delta_rule/chunk_16bit/gate.cuh"
+#include "cuda/delta_rule/chunk_16bit/lower.h"
 
 namespace fastweight::cuda::chunk_16bit {
 
@@ -19,13 +20,19 @@ inline constexpr int kChunkRows = 64;
 // What the scans need of every (chunk, value head), in scratch memory. One decay per head: the norms of q and k and the
 // decays are numbers per token. One per channel: they are inside three copies of the keys, and beta is the only number.
 struct ChunkFactors {
-  uint16_t* J = nullptr;     // [chunks][HV][64][64]
-  uint16_t* sP = nullptr;    // [chunks][HV][64][64]
-  float* token = nullptr;    // [chunks][HV][token_factors][64]: per head by TokenFactor; per channel kOnValue alone
-  float* total = nullptr;    // [chunks][HV][total_width]: e_n, per channel or once
-  uint16_t* keys = nullptr;  // per channel [chunks][HV][3][64][padded K], by KeyCopy
-  float* row = nullptr;      // [chunks][HV][3][64], by RowNumber, for a backward or a scan that makes sP; else absent
-  int total_width = 4;       // padded K per channel, else 4 of which the first counts
+  uint16_t* lower = nullptr;  // [chunks][HV][2][kLowerElements]: J and sP, by LowerMatrix
+  float* token = nullptr;     // [chunks][HV][token_factors][64]: per head by TokenFactor; per channel kOnValue alone
+  float* total = nullptr;     // [chunks][HV][total_width]: e_n, per channel or once
+  uint16_t* keys = nullptr;   // per channel [chunks][HV][3][64][padded K], by KeyCopy
+  float* row = nullptr;       // [chunks][HV][3][64], by RowNumber, for a backward or a scan that makes sP; else absent
+  int total_width = 4;        // padded K per channel, else 4 of which the first counts
+
+  __device__ __forceinline__ uint16_t* J(int64_t item) const {
+    return lower + (item * kLowerMatrices + kLowerJ) * kLowerElements;
+  }
+  __device__ __forceinline__ uint16_t* sP(int64_t item) const {
+    return lower + (item * kLowerMatrices + kLowerP) * kLowerElements;
+  }
 };
 
 // How many numbers a token has, and which of them is beta.
@@ -72,7 +79,7 @@ struct ChunkArgs {
   }
 };
 
-// J and sP are lower triangular. Blocks of 16 above the diagonal are neither written nor read.
+// Of eight columns of a tile that J or sP is copied to: blocks of 16 above the diagonal are neither written nor read.
 __device__ __forceinline__ bool above_diagonal(int row, int segment) { return segment / 2 > row / 16; }
 
 // Copies by thread `thread` of kThreads; the caller commits them.
@@ -80,11 +87,12 @@ template <int kThreads>
 __device__ __forceinline__ void copy_lower(const SharedTile<kChunkRows>& tile, const uint16_t* source, int thread) {
   constexpr int kSegments = SharedTile<kChunkRows>::kSegments, kStep = kThreads / kSegments;
   const int segment = thread % kSegments, top = thread / kSegments;
-  source += top * kChunkRows + segment * 8;
+  static_assert(kStep <= 16);
 #pragma unroll
   for (int i = 0; i < kChunkRows; i += kStep) {
     if (above_diagonal(top + i, segment)) continue;
-    copy_async(tile.address(top + i, segment), source + i * kChunkRows, true);
+    const int row = opaque(top) + i % 16;  // its place is computed here, not kept: registers are short
+    copy_async(tile.address(top + i, segment), source + lower_offset(i / 16, row, segment * 8), true);
   }
 }
 
@@ -162,7 +170,7 @@ __device__ __forceinline__ void row_norms(const SharedTile<kColumns>& tile, bool
 
 inline constexpr int kPitchOfA = kPitchOfA64, kPitchOfJ = kPitchOfJ64;
 
-// J to dense 16-bit rows in global memory.
+// J to global memory.
 template <DType kType, int kThreads>
 __device__ __forceinline__ void store_lower(const float* J, uint16_t* destination) {
   const int segment = threadIdx.x % 8;
@@ -174,7 +182,8 @@ __device__ __forceinline__ void store_lower(const float* J, uint16_t* destinatio
     uint32_t words[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) words[e] = pack<kType>(x[2 * e], x[2 * e + 1]);
-    reinterpret_cast<uint4*>(destination)[row * 8 + segment] = make_uint4(words[0], words[1], words[2], words[3]);
+    *reinterpret_cast<uint4*>(destination + lower_offset(row, segment * 8)) =
+        make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 

@@ -89,7 +89,7 @@ __device__ __forceinline__ void make_sP(const Shared<kK>& s, float scale, int bl
         const float factor = scale * s.rstd_q[i] * s.rstd_writer(j + e);
         p[e] = factor * exp2_approx(s.gamma[i] - s.gamma[j + e]) * c[n][2 * half + e];
       }
-      *reinterpret_cast<uint32_t*>(sP + i * kChunkRows + j) = pack<kType>(p[0], p[1]);
+      *reinterpret_cast<uint32_t*>(sP + lower_offset(block, lane / 4 + half * 8, j)) = pack<kType>(p[0], p[1]);
     }
   }
 }
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 6) factors_kernel(const __grid_const
     row_norms<kType, 2, kK>({s.k}, p.qk_l2norm, s.rstd_k);
     row_norms<kType, 2, kK>({s.q}, p.qk_l2norm, s.rstd_q);
     __syncthreads();
-    make_sP<kType>(s, p.scale, 3 - warp, lane, args.factors.sP + item * kChunkRows * kChunkRows);
+    make_sP<kType>(s, p.scale, 3 - warp, lane, args.factors.sP(item));
     float c[8][4];
     gram_rows<kType, kK>(s.reader(), s.writer(), warp, lane, c);
     __syncthreads();
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, 6) factors_kernel(const __grid_const
     __syncthreads();
     invert_unit_lower(s.A, s.J, warp, lane);
     __syncthreads();
-    store_lower<kType, kThreads>(s.J, args.factors.J + item * kChunkRows * kChunkRows);
+    store_lower<kType, kThreads>(s.J, args.factors.J(item));
     store_token_factors(s, p.scale, item, args.factors);
   });
 }

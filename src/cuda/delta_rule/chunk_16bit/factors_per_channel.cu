@@ -154,7 +154,7 @@ __device__ __forceinline__ void diagonal(Shared<kK>& s, float scale, int tile, i
     if (part == 0) {
       s.A[(top + j) * kPitchOfA + i] = s.beta[i] * s.rstd_reader(i) * rstd_j * a;
     } else {
-      sP[i * kChunkRows + top + j] = to_element<kType>(scale * s.rstd_q[i] * rstd_j * p);
+      sP[lower_offset(tile, r, top + j)] = to_element<kType>(scale * s.rstd_q[i] * rstd_j * p);
     }
   }
 }
@@ -268,7 +268,7 @@ __device__ __forceinline__ void make_tile(Shared<kK>& s, float scale, int row, i
       s.A[(j + 1) * kPitchOfA + i] = on_a * s.rstd_writer(j + 1) * a_sum[n][2 * half + 1];
       const float p0 = i < j ? 0.0f : on_p * s.rstd_writer(j) * p_sum[n][2 * half];
       const float p1 = i < j + 1 ? 0.0f : on_p * s.rstd_writer(j + 1) * p_sum[n][2 * half + 1];
-      *reinterpret_cast<uint32_t*>(sP + i * kChunkRows + j) = pack<kType>(p0, p1);
+      *reinterpret_cast<uint32_t*>(sP + lower_offset(row, lane / 4 + half * 8, j)) = pack<kType>(p0, p1);
     }
   }
 }
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
     row_norms<kType, 4, kK>({s.k}, p.qk_l2norm, s.rstd_k);
     row_norms<kType, 4, kK>({s.q}, p.qk_l2norm, s.rstd_q);
     __syncthreads();
-    uint16_t* sP = args.factors.sP + item * kChunkRows * kChunkRows;
+    uint16_t* sP = args.factors.sP(item);
     multiply_tiles<kType>(s);
     __syncthreads();
     if (warp < kTiles && s.strong[warp]) diagonal<kType>(s, p.scale, warp, lane, sP);
@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
     __syncthreads();
     invert_unit_lower(s.A, s.J, warp, lane);
     __syncthreads();
-    store_lower<kType, kThreads>(s.J, args.factors.J + item * kChunkRows * kChunkRows);
+    store_lower<kType, kThreads>(s.J, args.factors.J(item));
     store_token_factors(s, item, args.factors);
   });
 }

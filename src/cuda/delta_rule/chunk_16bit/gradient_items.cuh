@@ -112,7 +112,8 @@ __device__ __forceinline__ void copy_lower_blocks(const LowerBlocks& tile, const
 #pragma unroll
   for (int at = thread; at < kChunkRows * 8; at += kThreads) {
     const int row = at / 8, segment = at % 8;
-    if (!above_diagonal(row, segment)) copy_async(tile.address(row, segment), source + at * 8, true);
+    if (above_diagonal(row, segment)) continue;
+    copy_async(tile.address(row, segment), source + lower_offset(row, segment * 8), true);
   }
 }
 

@@ -194,15 +194,15 @@ __device__ __forceinline__ void pairs_of_P(const GradientArgs& args, const Item&
   Pairs<kCount> c = {};
   multiply_by_R<kType, kCount>(
       s, task, lane, [&](int m, uint32_t(&a)[4]) { s.value_rows().load_a(16 * task.row, m, lane, a); }, c);
-  const uint16_t* sP = args.chunk.factors.sP + item.factors * kChunkRows * kChunkRows;
+  const uint16_t* sP = args.chunk.factors.sP(item.factors);
   const float scale = args.chunk.problem.scale;
   uint32_t values[2 * kCount][2];
 #pragma unroll
   for (int n = 0; n < 2 * kCount; ++n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = 16 * task.row + lane / 4 + 8 * half, j = 16 * task.first + 8 * n + 2 * (lane % 4);
-      values[n][half] = n / 2 < task.count ? *reinterpret_cast<const uint32_t*>(sP + i * kChunkRows + j) : 0;
+      const int at = lower_offset(task.row, lane / 4 + 8 * half, 16 * task.first + 8 * n + 2 * (lane % 4));
+      values[n][half] = n / 2 < task.count ? *reinterpret_cast<const uint32_t*>(sP + at) : 0;
     }
   }
   const int i = 16 * task.row + lane / 4;

@@ -172,7 +172,7 @@ __device__ __forceinline__ void load_values(const GradientArgs& args, const Item
                                      kChunkRows, kK, thread);
   load_value_rows<X::kThreads>(SharedTile<X::kColumns>(s.first.v), p.v, args.chunk.vector_values, item, p.head_dim_v,
                                thread);
-  copy_lower_blocks<X::kThreads>(s.value_side.J, factors.J + item.factors * kChunkRows * kChunkRows, thread);
+  copy_lower_blocks<X::kThreads>(s.value_side.J, factors.J(item.factors), thread);
 }
 
 template <int kK>

@@ -95,7 +95,7 @@ __device__ __forceinline__ void load_first(const GradientArgs& args, const Item&
   load_value_rows<X::kThreads>(s.value_rows(), p.v, args.chunk.vector_values, item, p.head_dim_v, thread);
   copy_rows<X::kColumns, X::kThreads>(s.Y_rows(), args.Y + (item.slot * args.padded_v + item.column) * kChunkRows,
                                       kChunkRows, args.padded_v - item.column, kChunkRows, thread);
-  copy_lower_blocks<X::kThreads>(s.P, args.chunk.factors.J + item.factors * kChunkRows * kChunkRows, thread);
+  copy_lower_blocks<X::kThreads>(s.P, args.chunk.factors.J(item.factors), thread);
 }
 
 }  // namespace

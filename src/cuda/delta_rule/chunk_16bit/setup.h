@@ -68,8 +68,7 @@ ChunkArgs chunk_args(const Problem& problem) {
 inline ChunkFactors take_factors(ScratchLayout& layout, bool per_channel, int width, int64_t items, bool row_numbers) {
   ChunkFactors factors;
   factors.total_width = per_channel ? width : 4;
-  factors.J = layout.take<uint16_t>(items * kChunkRows * kChunkRows);
-  factors.sP = layout.take<uint16_t>(items * kChunkRows * kChunkRows);
+  factors.lower = layout.take<uint16_t>(items * kLowerMatrices * kLowerElements);
   factors.token = layout.take<float>(items * (per_channel ? kTokenFactors<true> : kTokenFactors<false>)*kChunkRows);
   factors.total = layout.take<float>(items * factors.total_width);
   factors.keys = layout.take<uint16_t>(per_channel ? items * kKeyCopies * kChunkRows * width : 0);

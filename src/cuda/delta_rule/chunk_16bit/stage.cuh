@@ -93,8 +93,7 @@ class ChunkLoader {
     }
     values_at_ = row(values, span.batch, token, part.head);
     token_ = args.factors.token + item * kTokenFactors<kPerChannel> * kChunkRows;
-    J_ = args.factors.J + item * kChunkRows * kChunkRows;
-    sP_ = args.factors.sP + item * kChunkRows * kChunkRows;
+    lower_ = args.factors.J(item);
     total_ = args.factors.total + item * kTotalWidth;
   }
 
@@ -118,13 +117,12 @@ class ChunkLoader {
     load_rows<kChunkRows, kThreads>(stage.values(), values_, values_at_, values_.present() ? rows : 0, first_,
                                     min(p.head_dim_v, first_ + kColumns), vector_values_, thread_);
     copy_floats(stage.token, token_, kTokenFactors<kPerChannel> * kChunkRows, thread_, kThreads);
-    copy_lower<kThreads>({stage.J}, J_, thread_);
-    copy_lower<kThreads>({stage.sP}, sP_, thread_);
+    copy_lower<kThreads>({stage.J}, lower_ + kLowerJ * kLowerElements, thread_);
+    copy_lower<kThreads>({stage.sP}, lower_ + kLowerP * kLowerElements, thread_);
     copy_floats(stage.total, total_, kTotalWidth, thread_, kThreads);
     values_at_ += tokens * values_.strides[1];
     token_ += items * kTokenFactors<kPerChannel> * kChunkRows;
-    J_ += items * kChunkRows * kChunkRows;
-    sP_ += items * kChunkRows * kChunkRows;
+    lower_ += items * kLowerMatrices * kLowerElements;
     total_ += items * kTotalWidth;
     position_ += kBack ? -1 : 1;
   }
@@ -142,7 +140,7 @@ class ChunkLoader {
   const int first_, thread_;
   int position_;  // of the next chunk in the walk
   const int64_t length_;
-  const uint16_t *k_, *q_, *values_at_, *J_, *sP_;
+  const uint16_t *k_, *q_, *values_at_, *lower_;
   const float *token_, *total_;
 };
 

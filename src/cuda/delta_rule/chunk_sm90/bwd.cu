@@ -54,7 +54,8 @@ Items items_of(const ChunkArgs& args) {
 
 // What both kernels read of a window.
 struct WindowMaps {
-  TensorMap k, q, d_o, J, sP, G, Y;
+  TensorMap k, q, d_o, G, Y;
+  LowerMaps lower;
 };
 WindowMaps window_maps(const DeltaRuleBackward& call, const GradientArgs& args) {
   const DType dtype = call.in.k.dtype;
@@ -63,10 +64,9 @@ WindowMaps window_maps(const DeltaRuleBackward& call, const GradientArgs& args) 
   return {rows_of(call.in.k),
           rows_of(call.in.q),
           rows_of(call.d_o),
-          lower_map(chunk.factors.J, dtype, items.factors),
-          lower_map(chunk.factors.sP, dtype, items.factors),
           rows_map(args.G, dtype, args.padded_v, padded_k(chunk.problem.head_dim_k), items.slots),
-          rows_map(args.Y, dtype, args.padded_v, kChunkRows, items.slots)};
+          rows_map(args.Y, dtype, args.padded_v, kChunkRows, items.slots),
+          lower_maps(chunk.factors.lower, dtype, items.factors)};
 }
 
 void scan_states(const DeltaRuleBackwardProblem& problem, const ForwardArgs& args, const Context& context) {
@@ -81,7 +81,7 @@ void scan_back(const DeltaRuleBackwardProblem& problem, const GradientArgs& args
   ScanBackMaps maps{};
   if (args.chunk.num_chunks > 0) {
     const WindowMaps of = window_maps(problem.args, args);
-    maps = {of.k, of.q, of.d_o, rows_of(problem.args.dv), of.J, of.sP, of.G, of.Y};
+    maps = {of.k, of.q, of.d_o, rows_of(problem.args.dv), of.lower, of.G, of.Y};
   }
   problem.args.in.k.dtype == DType::kBF16 ? launch_scan_back<DType::kBF16>(args, maps, columns, context)
                                           : launch_scan_back<DType::kF16>(args, maps, columns, context);
@@ -98,8 +98,7 @@ void gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args
                           of.d_o,
                           rows_of(call.dq),
                           rows_of(call.dk),
-                          of.J,
-                          of.sP,
+                          of.lower,
                           states_map(args.S, args.S_width, args.chunk, columns),
                           of.G,
                           of.Y};
@@ -124,8 +123,7 @@ void scan_channels_back(const DeltaRuleBackwardProblem& problem, const GradientA
     maps = {copies_map(args.chunk.factors.keys, dtype, K, items.factors),
             rows_of(problem.args.d_o),
             rows_of(problem.args.dv),
-            lower_map(args.chunk.factors.J, dtype, items.factors),
-            lower_map(args.chunk.factors.sP, dtype, items.factors),
+            lower_maps(args.chunk.factors.lower, dtype, items.factors),
             rows_map(args.G, dtype, args.padded_v, K, items.slots),
             rows_map(args.Y, dtype, args.padded_v, kChunkRows, items.slots)};
   }
@@ -156,7 +154,7 @@ void channel_gradients(const DeltaRuleBackwardProblem& problem, const GradientAr
                                  rows_of(call.dq),
                                  rows_of(call.dk),
                                  copies_map(args.chunk.factors.keys, dtype, 128, items_of(args.chunk).factors),
-                                 of.J,
+                                 of.lower,
                                  states_map(args.S, args.S_width, args.chunk, 128),
                                  of.G,
                                  of.Y};

@@ -43,20 +43,20 @@ __device__ __forceinline__ void load_copy(const void* memory, const TensorMap& m
   }
 }
 
-// Row blocks of a lower triangular matrix. See lower_map.
-__device__ __forceinline__ void load_lower(const void* memory, const TensorMap& map, int item,
+// J or sP to a tile, with zeros above the blocks on the diagonal.
+__device__ __forceinline__ void load_lower(const void* memory, const LowerMaps& maps, LowerMatrix matrix, int item,
                                            TransactionBarrier& barrier) {
   const uint32_t to = shared_address(memory);
 #pragma unroll
   for (int block = 0; block < kTokenSteps; ++block) {
-    load_box(to + static_cast<uint32_t>(block * kLowerBytes), map,
-             {kChunkRows - 16 * (block + 1), block, 16 * block, item}, barrier);
+    load_box(to + static_cast<uint32_t>(block * kLowerBytes), maps.rows[block], {0, 0, matrix, item}, barrier);
   }
 }
 
 // Rows [16 block, +16) of one, without what is above the diagonal block; the caller commits.
-__device__ __forceinline__ void store_lower_rows(const void* memory, const TensorMap& map, int block, int item) {
-  store_box(map, {kChunkRows - 16 * (block + 1), block, 16 * block, item},
+__device__ __forceinline__ void store_lower_rows(const void* memory, const LowerMaps& maps, LowerMatrix matrix,
+                                                 int block, int item) {
+  store_box(maps.rows[block], {0, 0, matrix, item},
             shared_address(memory) + static_cast<uint32_t>(block * kLowerBytes));
 }
 

@@ -98,8 +98,7 @@ static_assert(kBlocksOnOne<128> * (sizeof(Shared<128>) + 1024) <= 228 * 1024);
 // Where J and sP of an item go.
 template <DType kType>
 __device__ __forceinline__ GlobalResults<kType> results_of(const ChunkArgs& args, int64_t item, int lane) {
-  const int64_t at = item * kChunkRows * kChunkRows;
-  return {args.factors.J + at, args.factors.sP + at, lane};
+  return {args.factors.J(item), lane};
 }
 
 // The most that c may fall, in log2, of a tile that is not strong: bf16 has the exponents of fp32, enough for 16 tokens with

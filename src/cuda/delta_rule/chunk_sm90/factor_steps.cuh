@@ -136,22 +136,23 @@ __device__ __forceinline__ void clear_above(int half, int lane, float (&c)[4]) {
 // J and sP of an item in global memory.
 template <DType kType>
 struct GlobalResults {
-  uint16_t *of_J, *of_sP;
+  uint16_t* lower;  // both
   int lane;
 
-  __device__ __forceinline__ void J(int i, int j, const float (&c)[2][4]) const { store(of_J, i, j, c); }
-  __device__ __forceinline__ void sP(int i, int j, const float (&c)[2][4]) const { store(of_sP, i, j, c); }
+  __device__ __forceinline__ void J(int i, int j, const float (&c)[2][4]) const { store(kLowerJ, i, j, c); }
+  __device__ __forceinline__ void sP(int i, int j, const float (&c)[2][4]) const { store(kLowerP, i, j, c); }
 
  private:
   // Neighbouring lanes exchange pairs: four lanes then have 32 bytes of a row.
-  __device__ __forceinline__ void store(uint16_t* matrix, int i, int j, const float (&c)[2][4]) const {
+  __device__ __forceinline__ void store(LowerMatrix matrix, int i, int j, const float (&c)[2][4]) const {
     const bool odd = lane % 2 == 1;
-    uint16_t* to = matrix + (16 * i + lane / 4) * kChunkRows + 16 * j + 2 * (lane % 4) + (odd ? 6 : 0);
+    uint16_t* to = lower + matrix * kLowerElements + lower_offset(i, lane / 4, 16 * j + 2 * (lane % 4)) + (odd ? 6 : 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint32_t low = pack<kType>(c[0][2 * h], c[0][2 * h + 1]), high = pack<kType>(c[1][2 * h], c[1][2 * h + 1]);
       const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? low : high, 1);
-      *reinterpret_cast<uint2*>(to + 8 * h * kChunkRows) = odd ? make_uint2(other, high) : make_uint2(low, other);
+      const int below = h == 0 ? 0 : 8 * lower_pitch(opaque(i));  // no second address is kept for many blocks
+      *reinterpret_cast<uint2*>(to + below) = odd ? make_uint2(other, high) : make_uint2(low, other);
     }
   }
 };

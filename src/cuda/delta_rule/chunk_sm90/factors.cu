@@ -173,9 +173,7 @@ struct FactorGroup {
     for (int h = 0; h < heads; ++h, turn ^= 1) {
       const Tokens& tokens = s.scratch.tokens[turn];
       const int item = pair.item + h;
-      const GlobalResults<kType> results{args.factors.J + int64_t{item} * kChunkRows * kChunkRows,
-                                         args.factors.sP + int64_t{item} * kChunkRows * kChunkRows,
-                                         opaque_below<kWarpSize>(lane)};
+      const GlobalResults<kType> results{args.factors.J(item), opaque_below<kWarpSize>(lane)};
       barrier();  // tokens and norms are there, and all have left the head before
       const bool more = h + 1 < heads;
       const Pair& following = more ? pair : next;

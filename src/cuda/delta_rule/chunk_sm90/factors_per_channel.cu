@@ -246,7 +246,7 @@ __device__ __forceinline__ void store_strong(Shared<kK>& s, const ChunkArgs& arg
   const int tile = at % kTiles, top = kRows * tile, j = lane % kRows;
   if (!s.strong[tile]) return;
   const TransposedBlock A(s.inverse.diagonal, tile);
-  uint16_t* sP = results_of<kType>(args, s.item.factors, lane).of_sP;
+  uint16_t* sP = args.factors.sP(s.item.factors);
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const float x = s.on_rows[top + j].x * (sums[i] + __shfl_xor_sync(kAllLanes, sums[i], kRows));
@@ -255,7 +255,7 @@ __device__ __forceinline__ void store_strong(Shared<kK>& s, const ChunkArgs& arg
     if (at < kTiles) {
       A.at(i, j) = s.beta[top + i] * on.x * x;
     } else {
-      sP[(top + i) * kChunkRows + top + j] = static_cast<uint16_t>(fastweight::cuda::pack<kType>(on.y * x, 0.0f));
+      sP[lower_offset(tile, i, top + j)] = static_cast<uint16_t>(fastweight::cuda::pack<kType>(on.y * x, 0.0f));
     }
   }
 }

@@ -132,8 +132,7 @@ ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkAr
   maps.q = rows_map(in.q);
   maps.v = rows_map(in.v);
   maps.o = rows_map(o);
-  maps.J = lower_map(args.factors.J, in.k.dtype, items);
-  maps.sP = lower_map(args.factors.sP, in.k.dtype, items);
+  maps.lower = lower_maps(args.factors.lower, in.k.dtype, items);
   maps.has_states = have_states_map(args);
   if (maps.has_states) maps.states = states_map(args.chunk_states, args.state_width, args, 64);
   return maps;
@@ -146,8 +145,7 @@ ChannelScanMaps channel_scan_maps(const DeltaRuleInputs& in, const TensorView& o
   maps.keys = copies_map(args.factors.keys, dtype, padded_k(args.problem.head_dim_k), items);
   maps.v = rows_map(in.v);
   maps.o = rows_map(o);
-  maps.J = lower_map(args.factors.J, dtype, items);
-  maps.sP = lower_map(args.factors.sP, dtype, items);
+  maps.lower = lower_maps(args.factors.lower, dtype, items);
   maps.has_states = have_states_map(args);
   if (maps.has_states) maps.S = states_map(args.chunk_states, args.state_width, args, 64);
   return maps;
@@ -173,16 +171,21 @@ TensorMap states_map(const DeviceStates& states, int width, const ChunkArgs& arg
   return tensor_map(spec);
 }
 
-TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items) {
-  constexpr int kBlock = 16, kBlocks = kChunkRows / kBlock;
-  TensorMapSpec spec{.data = matrices - (kChunkRows - kBlock),
-                     .dtype = dtype,
-                     .rank = 4,
-                     .sizes = {kChunkRows, kBlocks, kChunkRows, items},
-                     .strides = {1, kBlock, kChunkRows, kChunkRows * kChunkRows},
-                     .box = {kChunkRows, 1, kBlock, 1},
-                     .swizzle = Swizzle::k128};
-  return tensor_map(spec);
+LowerMaps lower_maps(const uint16_t* lower, DType dtype, int64_t items) {
+  using namespace chunk_16bit;
+  LowerMaps maps;
+  for (int block = 0; block < kChunkRows / 16; ++block) {
+    const int pitch = lower_pitch(block);
+    TensorMapSpec spec{.data = lower + lower_offset(block, 0, 0),
+                       .dtype = dtype,
+                       .rank = 4,
+                       .sizes = {pitch, 16, kLowerMatrices, items},
+                       .strides = {1, pitch, kLowerElements, kLowerMatrices * kLowerElements},
+                       .box = {kChunkRows, 16, 1, 1},
+                       .swizzle = Swizzle::k128};
+    maps.rows[block] = tensor_map(spec);
+  }
+  return maps;
 }
 
 std::string declines_forward(const DeltaRuleForwardProblem& problem) {

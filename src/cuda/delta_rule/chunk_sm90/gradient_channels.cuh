@@ -146,7 +146,7 @@ struct ChannelBringer {
     load_panels(Keys(s.v), maps.v, 0, args.chunk.problem.head_dim_v, at, s.first_filled);
     Bringer<Wide>::load_rows(WrittenTile(s.Y), maps.Y, args.padded_v, static_cast<int>(item.slot), s.first_filled);
     s.pairs_free.wait(busy);
-    load_lower(s.pairs.A, maps.J, factors, s.first_filled);
+    load_lower(s.pairs.A, maps.lower, kLowerJ, factors, s.first_filled);
   }
 
   __device__ __forceinline__ void bring_others(const Item& item, uint32_t busy) const {

@@ -166,7 +166,7 @@ struct Bringer {
     s.first_free.wait(busy);
     s.first_filled.arrive_expecting(ValuesTile::kBytes + LowerTile::kBytes + StatesTile::kBytes + WrittenTile::kBytes);
     load_panels(ValuesTile(s.v), maps.v, 0, args.chunk.problem.head_dim_v, at, s.first_filled);
-    load_lower(s.J, maps.J, static_cast<int>(item.factors), s.first_filled);
+    load_lower(s.J, maps.lower, kLowerJ, static_cast<int>(item.factors), s.first_filled);
     s.states_free.wait(busy);
     const int chunk = state_chunk(args.chunk, item);
     const StatesTile S(s.S);
@@ -191,7 +191,7 @@ struct Bringer {
     if (turn == 0) wait_for_previous_kernels();
     load_rows(StatesTile(s.G), maps.G, args.padded_v, static_cast<int>(item.slot), s.third_filled);
     s.pairs_free.wait(busy);
-    load_lower(s.P, maps.sP, static_cast<int>(item.factors), s.second_filled);
+    load_lower(s.P, maps.lower, kLowerP, static_cast<int>(item.factors), s.second_filled);
   }
 
   __device__ __forceinline__ void follow_items() const {

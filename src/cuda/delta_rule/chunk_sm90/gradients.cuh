@@ -696,9 +696,8 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
   }
   const auto thread = static_cast<int>(threadIdx.x);
   if (thread == Block::kWorkers) {
-    for (const TensorMap* map : {&maps.v, &maps.J, &maps.S, &maps.Y, &maps.k, &maps.q, &maps.d_o, &maps.G, &maps.sP}) {
-      prefetch_map(*map);
-    }
+    for (const TensorMap& map : maps.lower.rows) prefetch_map(map);
+    for (const TensorMap* map : {&maps.v, &maps.S, &maps.Y, &maps.k, &maps.q, &maps.d_o, &maps.G}) prefetch_map(*map);
   }
   __syncthreads();
   const int warp = uniform_warp(), lane = thread % kWarpSize;

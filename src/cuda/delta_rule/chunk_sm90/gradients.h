@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "cuda/delta_rule/chunk_16bit/gradient.cuh"
+#include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/sm90/tensor_map.h"
 
 namespace fastweight::cuda::chunk_sm90 {
@@ -19,9 +20,9 @@ constexpr int gradients_on_one(int columns) { return columns == 64 ? 2 : 1; }
 
 struct GradientMaps {
   TensorMap k, q, v, d_o, dq, dk;  // token_map with boxes of 64 x 64; dq and dk unused where nobody wants them
-  TensorMap J, sP;                 // lower_map
-  TensorMap S;                     // states_map of scan.h, boxes of gradient_columns
-  TensorMap G, Y;                  // rows_map
+  LowerMaps lower;
+  TensorMap S;     // states_map of scan.h, boxes of gradient_columns
+  TensorMap G, Y;  // rows_map
 };
 
 size_t gradients_bytes(int padded_k, int columns);  // of shared memory in a block

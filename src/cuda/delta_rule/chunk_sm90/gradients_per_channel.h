@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "cuda/delta_rule/chunk_16bit/gradient.cuh"
+#include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/sm90/tensor_map.h"
 
 namespace fastweight::cuda::chunk_sm90 {
@@ -11,9 +12,9 @@ namespace fastweight::cuda::chunk_sm90 {
 struct ChannelGradientMaps {
   TensorMap k, q, v, d_o, dq, dk;  // token_map with boxes of 64 x 64; dq and dk unused where nobody wants them
   TensorMap keys;                  // copies_map
-  TensorMap J;                     // lower_map
-  TensorMap S;                     // states_map
-  TensorMap G, Y;                  // rows_map
+  LowerMaps lower;
+  TensorMap S;     // states_map
+  TensorMap G, Y;  // rows_map
 };
 
 size_t channel_gradients_bytes();  // of shared memory in a block

@@ -32,7 +32,7 @@
 // caller keeps of the factors for a backward is complete when the scan has stored sP and the numbers of q too.
 //
 // Rows beyond the tokens of a chunk are zeros in k, q and v, whatever lies behind them in memory (token_map), and so are
-// the blocks of J and sP above their diagonals (lower_map), which nobody wrote.
+// the blocks of J and sP above their diagonals (lower_maps), which are nowhere in memory.
 //
 // A scan of maps (segment_plan.h) has blocks of 128 columns of h or of M, whose values lie beyond the last column of v and are
 // therefore zeros, and two warpgroups with the three products of the state.
@@ -115,7 +115,7 @@ struct ScoreGroup {
     __syncwarp();
     if (lane == 0) s.made[turn.late.at].arrive();
     if (keeps() && lane == 0) {
-      store_lower_rows(late.sP, maps.sP, warp, static_cast<int>(item));
+      store_lower_rows(late.sP, maps.lower, kLowerP, warp, static_cast<int>(item));
       commit_stores();
     }
   }

@@ -16,19 +16,22 @@ inline constexpr int kMostK = 128, kMostForwardK = 256;
 // Chunks in the shared memory of a scan for a padded K.
 constexpr int scan_stages(int padded_k) { return padded_k == 128 ? 3 : 2; }
 
+// J and sP of `items` pairs of a chunk and a value head, [items][2][kLowerElements]: a map for each of the four rows of
+// blocks, of boxes of 16 rows and 64 columns. Those above the diagonal are beyond the rows, which are dense: a load brings
+// zeros for them, a store leaves them out.
+//
+//     rows[block] {0, 0, matrix, item}      rows [16 block, +16) of J or sP, by LowerMatrix
+struct LowerMaps {
+  TensorMap rows[chunk_16bit::kChunkRows / 16];
+};
+LowerMaps lower_maps(const uint16_t* lower, DType dtype, int64_t items);
+
 struct ScanMaps {
   TensorMap k, q, v, o;  // token_map with boxes of 64 x 64
-  TensorMap J, sP;       // lower_map
-  TensorMap states;      // states_map with boxes of 64 columns, if the states before the chunks have one
+  LowerMaps lower;
+  TensorMap states;  // states_map with boxes of 64 columns, if the states before the chunks have one
   bool has_states = false;
 };
-
-// The matrices J or sP of `items` pairs of a chunk and a value head, [items][64][64], of which only the blocks of 16 on
-// and below the diagonal were written. A box is 16 rows; as in token_map, two dimensions go along the columns, and the
-// place along one says how many columns there are, counted from its end:
-//
-//     {64 - 16 (block + 1), block, 16 block, item}      rows [16 block, +16): columns below 16 (block + 1), then zeros
-TensorMap lower_map(const uint16_t* matrices, DType dtype, int64_t items);
 
 // States before chunks, in boxes of `columns` and 64 channels: {channel, column, head, chunk, batch}. Their rows have `width`
 // channels in pieces of 16 bytes, and no stride is negative.

@@ -111,10 +111,10 @@ struct BackBringer {
     load_bytes(shared_address(stage.token), args.factors.token + item * kTokenFactors * kChunkRows, sizeof(stage.token),
                filled);
     load_bytes(shared_address(s.total[at]), args.factors.total + item * 4, kTotalBytes, filled);
-    load_lower(stage.J, maps.J, static_cast<int>(item), filled);
+    load_lower(stage.J, maps.lower, kLowerJ, static_cast<int>(item), filled);
     s.sP_free[sP.at].wait(sP.parity ^ 1);
     s.sP_filled[sP.at].arrive_expecting(LowerTile::kBytes);
-    load_lower(s.sP[sP.at], maps.sP, static_cast<int>(item), s.sP_filled[sP.at]);
+    load_lower(s.sP[sP.at], maps.lower, kLowerP, static_cast<int>(item), s.sP_filled[sP.at]);
   }
 
   __device__ __forceinline__ void run(int64_t parts, bool rows) const {

@@ -4,14 +4,15 @@
 #include <cstddef>
 
 #include "cuda/delta_rule/chunk_16bit/gradient.cuh"
+#include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/sm90/tensor_map.h"
 
 namespace fastweight::cuda::chunk_sm90 {
 
 struct ScanBackMaps {
   TensorMap k, q, d_o, dv;  // token_map with boxes of 64 x 64; dv unused where nobody wants it
-  TensorMap J, sP;          // lower_map
-  TensorMap G, Y;           // rows_map
+  LowerMaps lower;
+  TensorMap G, Y;  // rows_map
 };
 
 // `items` matrices [items][rows][columns] of a row per value column, in boxes of 64 x 64: {column, row, item}.

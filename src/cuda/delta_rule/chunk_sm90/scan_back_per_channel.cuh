@@ -103,7 +103,7 @@ struct ChannelBackBringer {
       load_panels(ValueTile(s.write[at].d_o[i]), maps.d_o, column + i * kGroupColumns, args.problem.head_dim_v, values,
                   filled);
     }
-    load_lower(s.write[at].sP, maps.sP, item, filled);
+    load_lower(s.write[at].sP, maps.lower, kLowerP, item, filled);
   }
 
   __device__ __forceinline__ void bring_read(int item, const Turn& turn) const {
@@ -111,7 +111,7 @@ struct ChannelBackBringer {
     TransactionBarrier& filled = s.of_read.filled[at];
     s.of_read.free[at].wait(turn.read_parity() ^ 1);
     filled.arrive_expecting(sizeof(typename Shape::Read) + Shape::kBetaBytes + Shape::kTotalBytes);
-    load_lower(s.read[at].J, maps.J, item, filled);
+    load_lower(s.read[at].J, maps.lower, kLowerJ, item, filled);
     load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * Shape::kWidth, Shape::kTotalBytes,
                filled);
     load_bytes(shared_address(s.beta[at]), args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes, filled);

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "cuda/delta_rule/chunk_16bit/gradient.cuh"
+#include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/sm90/tensor_map.h"
 
 namespace fastweight::cuda::chunk_sm90 {
@@ -11,8 +12,8 @@ namespace fastweight::cuda::chunk_sm90 {
 struct ChannelScanBackMaps {
   TensorMap keys;     // copies_map
   TensorMap d_o, dv;  // token_map with boxes of 64 x 64; dv unused where nobody wants it
-  TensorMap J, sP;    // lower_map
-  TensorMap G, Y;     // rows_map
+  LowerMaps lower;
+  TensorMap G, Y;  // rows_map
 };
 
 size_t channel_scan_back_bytes(int padded_k);  // of shared memory in the largest block

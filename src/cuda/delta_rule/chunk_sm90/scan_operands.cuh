@@ -150,8 +150,9 @@ __device__ __forceinline__ void bring_share(const ForwardArgs& args, const ScanM
                  filled);
     }
   } else {
-    load_lower(late.J, maps.J, static_cast<int>(item), filled);
-    if constexpr (!Shape::kMakesMaps && !Shape::kMakesP) load_lower(late.sP, maps.sP, static_cast<int>(item), filled);
+    load_lower(late.J, maps.lower, kLowerJ, static_cast<int>(item), filled);
+    if constexpr (!Shape::kMakesMaps && !Shape::kMakesP)
+      load_lower(late.sP, maps.lower, kLowerP, static_cast<int>(item), filled);
   }
 }
 

@@ -137,7 +137,7 @@ struct ChannelScanBringer {
     if constexpr (!Shape::kMakesMaps) {
       load_copy<Shape::kWidth>(s.solve[at].query, maps.keys, kQuery, item, filled);
     }
-    load_lower(s.solve[at].J, maps.J, item, filled);
+    load_lower(s.solve[at].J, maps.lower, kLowerJ, item, filled);
   }
 
   __device__ __forceinline__ void bring_write(int item, const RingTurn<Shape::kDepth>& turn) const {
@@ -146,7 +146,7 @@ struct ChannelScanBringer {
     s.of_write.free[at].wait(turn.parity ^ 1);
     filled.arrive_expecting(Shape::kWriteBytes);
     load_copy<Shape::kWidth>(s.write[at].writer, maps.keys, kWriter, item, filled);
-    if constexpr (!Shape::kMakesMaps) load_lower(s.write[at].sP, maps.sP, item, filled);
+    if constexpr (!Shape::kMakesMaps) load_lower(s.write[at].sP, maps.lower, kLowerP, item, filled);
   }
 
   __device__ __forceinline__ void run(int64_t parts, int ring) const {

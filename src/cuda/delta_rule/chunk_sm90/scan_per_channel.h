@@ -8,10 +8,10 @@
 namespace fastweight::cuda::chunk_sm90 {
 
 struct ChannelScanMaps {
-  TensorMap keys;   // copies_map
-  TensorMap v, o;   // token_map with boxes of 64 x 64
-  TensorMap J, sP;  // lower_map
-  TensorMap S;      // states_map with boxes of 64 columns, if the states before the chunks have one
+  TensorMap keys;  // copies_map
+  TensorMap v, o;  // token_map with boxes of 64 x 64
+  LowerMaps lower;
+  TensorMap S;  // states_map with boxes of 64 columns, if the states before the chunks have one
   bool has_states = false;
 };
 

@@ -8,6 +8,12 @@ namespace fastweight::cuda::chunk_sm90 {
 
 using chunk_16bit::ChunkArgs;
 using chunk_16bit::kChunkRows;
+using chunk_16bit::kLowerElements;
+using chunk_16bit::kLowerJ;
+using chunk_16bit::kLowerP;
+using chunk_16bit::lower_offset;
+using chunk_16bit::lower_pitch;
+using chunk_16bit::LowerMatrix;
 
 inline constexpr int kGroupThreads = 128, kGroupWarps = 4;  // of a warpgroup
 inline constexpr int kGroupColumns = 64;                    // of values, that one has of a state
