@@ -15,11 +15,12 @@
 //                                                  falling_j = k_j 2^(n' - before - c_j)
 //
 // With one anchor the rising rows are the scan's copies of k and q, and products are wgmma's: of two warpgroups one makes A,
-// and J of it, the other sP. With two anchors they are made tile by tile. n and n' are the sums before and behind the tile,
-// rounded to integers, so that anchors differ by powers of two: pairs of bf16 take them without unpacking, and without another
-// rounding. The scan's copies of rising rows are 2^n of them; tiles below the diagonal have 2^n of the anchors between them as
-// a factor per channel, those on it 2^(n - n'), which falling rows take in registers. On the diagonal of a strong tile, one
-// that 2^-c is too large for, the factors are computed in fp32: k_j runs down the rows, multiplied by one decay after the
+// and J of it, the other sP. With two anchors they are made tile by tile, A and sP by one warp, so that falling rows
+// are read and made ready once for both. n and n' are the sums before and behind the tile, rounded to integers, so that
+// anchors differ by powers of two: pairs of bf16 take them without unpacking, and without another rounding. The scan's
+// copies of rising rows are 2^n of them; tiles below the diagonal have 2^n of the anchors between them as a factor per
+// channel, those on it 2^(n - n'), which falling rows take in registers. On the diagonal of a strong tile, one that
+// 2^-c is too large for, the factors are computed in fp32: k_j runs down the rows, multiplied by one decay after the
 // other. So nothing overflows for g <= 0.
 //
 // Sums of logarithms are short of digits only where their power is short of anything: log2 of a decay is at least -150,
@@ -192,13 +193,14 @@ __device__ __forceinline__ void scale_rows_apart(Shared<kK>& s, const ChunkArgs&
     const uint32_t at = key_offset(rows.own, i);
     const float2 on = s.on_rows[rows.own.top + i];
     const float4 key = on.x * unpack<kType>(four_at(s.k, at)), query = on.y * unpack<kType>(four_at(s.q, at));
-    const float4 up = exp2_approx(sum), written = exp2_approx(between - sum) * key;
+    const float4 up = exp2_approx(sum);
     const uint2 on_k = pack<kType>(up * key), on_q = pack<kType>(up * query);
     four_at(s.k, at) = on_k;
-    four_at(s.q, at) = on_q;
-    four_at(s.falling, at) = pack<kType>(written);
     rows.store(kReader, i, times_powers<kType>(on_k, on_reads));
+    four_at(s.q, at) = on_q;
     rows.store(kQuery, i, times_powers<kType>(on_q, on_reads));
+    const float4 written = exp2_approx(between - sum) * key;
+    four_at(s.falling, at) = pack<kType>(written);
     rows.store(kWriter, i, pack<kType>(on_write * written));
   });
 }
@@ -287,12 +289,11 @@ __device__ __forceinline__ void make_strong(Shared<kK>& s, const ChunkArgs& args
   }
 }
 
-// Tile (row, column) of rows falling^T, by one warp. The powers belong to the falling rows.
+// Tile (row, column) of rows falling^T for the rows of k and of q, by one warp. The powers belong to the falling rows.
 template <DType kType, bool kWithPowers, int kK>
-__device__ __forceinline__ void multiply_rows(const Shared<kK>& s, const unsigned char* rising_rows, int row,
-                                              int column, const ChannelPowers<kK>& powers, int lane,
-                                              float (&sum)[2][4]) {
-  const KeyTile<kK> rising(rising_rows), falling(s.falling);
+__device__ __forceinline__ void multiply_rows(const Shared<kK>& s, int row, int column, const ChannelPowers<kK>& powers,
+                                              int lane, GramBlock& of_k, GramBlock& of_q) {
+  const KeyTile<kK> k(s.k), q(s.q), falling(s.falling);
 #pragma unroll
   for (int m = 0; m < kK / 16; m += 2) {
     uint4 d;
@@ -300,15 +301,18 @@ __device__ __forceinline__ void multiply_rows(const Shared<kK>& s, const unsigne
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t a[4], b[4];
-      rising.load_a(kRows * row, m + half, lane, a);
       falling.load_b(kRows * column, m + half, lane, b);
       if constexpr (kWithPowers) {
         const uint32_t on_channels[2] = {half == 0 ? d.x : d.z, half == 0 ? d.y : d.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) b[w] = times_powers<kType>(b[w], on_channels[w % 2]);
       }
+      k.load_a(kRows * row, m + half, lane, a);
 #pragma unroll
-      for (int n = 0; n < 2; ++n) mma<kType>(sum[n], a, b[2 * n], b[2 * n + 1]);
+      for (int n = 0; n < 2; ++n) mma<kType>(of_k[n], a, b[2 * n], b[2 * n + 1]);
+      q.load_a(kRows * row, m + half, lane, a);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) mma<kType>(of_q[n], a, b[2 * n], b[2 * n + 1]);
     }
   }
 }
@@ -324,66 +328,83 @@ __device__ __forceinline__ void store_token_factors(const Shared<kK>& s, const C
   row[chunk_16bit::kRstdOfK * kChunkRows] = s.on_rows[i].x;
 }
 
-// The blocks of a warp on and below the diagonal, five bits each: 16 + 4 i + j. Two warps have three, of which one or two
-// need no powers.
-__device__ __forceinline__ uint32_t blocks_of_warp(int warp) {
-  constexpr auto block = [](uint64_t i, uint64_t j) { return 16 + 4 * i + j; };
-  constexpr uint64_t kBlocks = (block(3, 0) | block(3, 2) << 5 | block(2, 1) << 10) |
-                               (block(2, 0) | block(3, 1) << 5 | block(1, 0) << 10) << 16 |
-                               (block(0, 0) | block(1, 1) << 5) << 32 | (block(2, 2) | block(3, 3) << 5) << 48;
-  return static_cast<uint32_t>(kBlocks >> (16 * warp)) & 0xffff;
+// A block of A to shared memory, or of sP.
+template <bool kOnDiagonal, int kK>
+__device__ __forceinline__ void store_A(const Shared<kK>& s, const InverseSteps& steps, int i, int j,
+                                        GramBlock& block) {
+  const int row = kRows * i + steps.lane / 4;
+  const float beta[2] = {s.beta[row], s.beta[row + 8]};
+#pragma unroll
+  for (int e = 0; e < 8; ++e) block[e / 4][e % 4] *= beta[e / 2 % 2];
+  steps.template store_A<kOnDiagonal>(i, j, block);
+}
+template <bool kOnDiagonal, DType kType>
+__device__ __forceinline__ void store_sP(const GlobalResults<kType>& results, int i, int j, GramBlock& block) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    if constexpr (kOnDiagonal) clear_above(n, results.lane, block[n]);
+  }
+  results.sP(i, j, block);
 }
 
-// Calls body(on_diagonal, i, j, block) for the warp's share of the blocks on and below the diagonal of rows falling^T, `rows`
-// rising. Those on the diagonal of strong tiles are there.
-template <DType kType, int kK, class Body>
-__device__ __forceinline__ void multiply_tiles(const Shared<kK>& s, bool apart, const unsigned char* rows, int warp,
-                                               int lane, const Body& body) {
-  if (!apart) {
-    Gram sums;
-    start_gram<kType, kK>(rows, s.falling, sums);
-    wgmma_commit();
-    wgmma_wait<0>(sums);
-    for_each_block(
-        warp, [&](auto on_diagonal, int j, auto& blocks) { body(on_diagonal, warp, j, blocks[0]); }, sums);
-    return;
-  }
-#pragma unroll 1
-  for (uint32_t blocks = blocks_of_warp(warp); blocks != 0; blocks >>= 5) {
-    const int i = blocks / 4 % 4, j = blocks % 4;
-    if (i == j && s.strong[i]) continue;
-    GramBlock block = {};
-    if (i == j + 1) {
-      multiply_rows<kType, false>(s, rows, i, j, s.between[0], lane, block);
-    } else {
-      const ChannelPowers<kK>& powers = i == j ? s.inverse_decay[i] : s.between[i == j + 3 ? 3 : j + 1];
-      multiply_rows<kType, true>(s, rows, i, j, powers, lane, block);
-    }
-    i == j ? body(std::true_type(), i, j, block) : body(std::false_type(), i, j, block);
-  }
-}
-
-// A to shared memory, or sP, by a warpgroup.
+// With one anchor: all of A to shared memory, or sP, by a warpgroup.
 template <DType kType, int kK>
-__device__ __forceinline__ void make_lower(Shared<kK>& s, bool apart, bool of_A, const InverseSteps& steps,
+__device__ __forceinline__ void make_lower(Shared<kK>& s, bool of_A, const InverseSteps& steps,
                                            const GlobalResults<kType>& results) {
-  const int lane = steps.lane;
-  const auto make_block = [&](auto on_diagonal, int i, int j, GramBlock& block) {
+  Gram sums;
+  start_gram<kType, kK>(of_A ? s.k : s.q, s.falling, sums);
+  wgmma_commit();
+  wgmma_wait<0>(sums);
+  const auto store = [&](auto on_diagonal, int j, auto& blocks) {
     constexpr bool kOnDiagonal = decltype(on_diagonal)::value;
     if (of_A) {
-      const float beta[2] = {s.beta[kRows * i + lane / 4], s.beta[kRows * i + lane / 4 + 8]};
-#pragma unroll
-      for (int e = 0; e < 8; ++e) block[e / 4][e % 4] *= beta[e / 2 % 2];
-      steps.template store_A<kOnDiagonal>(i, j, block);
+      store_A<kOnDiagonal>(s, steps, steps.warp, j, blocks[0]);
     } else {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        if constexpr (kOnDiagonal) clear_above(n, lane, block[n]);
-      }
-      results.sP(i, j, block);
+      store_sP<kOnDiagonal>(results, steps.warp, j, blocks[0]);
     }
   };
-  multiply_tiles<kType>(s, apart, of_A ? s.k : s.q, steps.warp, lane, make_block);
+  for_each_block(steps.warp, store, sums);
+}
+
+// The blocks of a warp on and below the diagonal, five bits each: 16 + 4 i + j. Next to the diagonal there are no powers:
+// these are with others where a warp has more.
+template <int kK>
+__device__ __forceinline__ uint32_t blocks_of_warp(int warp) {
+  constexpr auto block = [](uint64_t i, uint64_t j) { return 16 + 4 * i + j; };
+  if constexpr (kWarps<kK> == kGroupWarps) {
+    constexpr uint64_t kBlocks = (block(3, 0) | block(3, 2) << 5 | block(2, 1) << 10) |
+                                 (block(2, 0) | block(3, 1) << 5 | block(1, 0) << 10) << 16 |
+                                 (block(0, 0) | block(1, 1) << 5) << 32 | (block(2, 2) | block(3, 3) << 5) << 48;
+    return static_cast<uint32_t>(kBlocks >> (16 * warp)) & 0xffff;
+  } else {
+    constexpr uint64_t kFirst = block(1, 0) | block(3, 2) << 5 | block(1, 1) << 10 | block(2, 2) << 15 |
+                                block(3, 3) << 20 | block(2, 0) << 25 | block(3, 1) << 30 | block(3, 0) << 35;
+    constexpr uint32_t kSecond = block(2, 1) | block(0, 0) << 5;
+    return (static_cast<uint32_t>(kFirst >> (5 * warp)) & 31) | (warp < 2 ? (kSecond >> (5 * warp) & 31) << 5 : 0);
+  }
+}
+
+// With two anchors: all of A to shared memory, and sP, by all warps. What is on the diagonal of strong tiles is there.
+template <DType kType, int kK>
+__device__ __forceinline__ void make_lower_apart(Shared<kK>& s, int warp, const InverseSteps& steps,
+                                                 const GlobalResults<kType>& results) {
+#pragma unroll 1
+  for (uint32_t blocks = blocks_of_warp<kK>(warp); blocks != 0; blocks >>= 5) {
+    const int i = blocks / 4 % 4, j = blocks % 4;
+    if (i == j && s.strong[i]) continue;
+    GramBlock of_k = {}, of_q = {};
+    if (i == j + 1) {
+      multiply_rows<kType, false>(s, i, j, s.between[0], steps.lane, of_k, of_q);
+    } else {
+      const ChannelPowers<kK>& powers = i == j ? s.inverse_decay[i] : s.between[i == j + 3 ? 3 : j + 1];
+      multiply_rows<kType, true>(s, i, j, powers, steps.lane, of_k, of_q);
+    }
+    const auto store = [&]<bool kOnDiagonal>() {
+      store_A<kOnDiagonal>(s, steps, i, j, of_k);
+      store_sP<kOnDiagonal>(results, i, j, of_q);
+    };
+    i == j ? store.template operator()<true>() : store.template operator()<false>();
+  }
 }
 
 // J from A, by the block's first warpgroup.
@@ -463,9 +484,14 @@ __global__ void __launch_bounds__(kThreads<kK>, kBlocksOnOne<kK>)
   const int warp = uniform_warp(), lane = lane_anew();
   const GlobalResults<kType> results = results_of<kType>(args, item.factors, lane);
   const InverseSteps steps{s.inverse, warp % kGroupWarps, lane};
-  if constexpr (kWarps<kK> == kGroupWarps) make_lower<kType>(s, apart, false, steps, results);
   const bool of_A = warp < kGroupWarps;
-  make_lower<kType>(s, apart, of_A, steps, results);
+  if (apart) {
+    make_lower_apart<kType>(s, warp, steps, results);
+    __syncthreads();
+  } else {
+    if constexpr (kWarps<kK> == kGroupWarps) make_lower<kType>(s, false, steps, results);
+    make_lower<kType>(s, of_A, steps, results);
+  }
   if (of_A) invert_A<kType>(s, args, steps, results);
   if (thread == 0) wait_stores_read<0>();
 }
