@@ -69,10 +69,11 @@ __device__ __forceinline__ void norms_of_tile(Shared<kK>& s, const DeltaRuleDevi
   if (p.qk_l2norm) {
 #pragma unroll
     for (int m = 0; m < kK / 16; ++m) {
-      uint32_t a[4];  // eight rows of it, as they lie, are those columns of B
+      uint32_t a[4], b[4];  // the same numbers in another order: loading them again takes less than moving them
       rows.load_a(kRows * (at % kTiles), m, lane, a);
+      rows.load_b(kRows * (at % kTiles), m, lane, b);
 #pragma unroll
-      for (int n = 0; n < 2; ++n) mma<kType>(sums[n], a, a[n], a[n + 2]);
+      for (int n = 0; n < 2; ++n) mma<kType>(sums[n], a, b[2 * n], b[2 * n + 1]);
     }
   }
   if (lane / 8 != lane % 4) return;  // rows g and columns 2t, 2t + 1
