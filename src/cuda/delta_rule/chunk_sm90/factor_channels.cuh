@@ -64,8 +64,8 @@ __device__ __forceinline__ Item item_of_block(const ChunkArgs& args, bool from_t
   return item;
 }
 
-// Powers of two of the channels, as pairs of bf16. A lane's words of two steps of a product lie together: those of channels
-// 2t, 2t + 1 and 2t + 8, 2t + 9 of either.
+// Powers of two of the channels, as pairs of bf16. A lane's words of two steps of a product lie together: those of
+// channels 2t, 2t + 1 and 2t + 8, 2t + 9 of either.
 template <int kK>
 struct alignas(16) ChannelPowers {
   uint32_t words[kK / 2];

@@ -14,18 +14,18 @@
 //     otherwise         two for a tile:            rising_i = k_i 2^(before + c_i - n)
 //                                                  falling_j = k_j 2^(n' - before - c_j)
 //
-// With one anchor the rising rows are the scan's copies of k and q, and products are wgmma's: of two warpgroups one makes A,
-// and J of it, the other sP. With two anchors they are made tile by tile, A and sP by one warp, so that falling rows
-// are read and made ready once for both. n and n' are the sums before and behind the tile, rounded to integers, so that
-// anchors differ by powers of two: pairs of bf16 take them without unpacking, and without another rounding. The scan's
-// copies of rising rows are 2^n of them; tiles below the diagonal have 2^n of the anchors between them as a factor per
-// channel, those on it 2^(n - n'), which falling rows take in registers. On the diagonal of a strong tile, one that
-// 2^-c is too large for, the factors are computed in fp32: k_j runs down the rows, multiplied by one decay after the
-// other. So nothing overflows for g <= 0.
+// With one anchor the rising rows are the scan's copies of k and q, and products are wgmma's: of two warpgroups one
+// makes A, and J of it, the other sP. With two anchors they are made tile by tile, A and sP by one warp, so that
+// falling rows are read and made ready once for both. n and n' are the sums before and behind the tile, rounded to
+// integers, so that anchors differ by powers of two: pairs of bf16 take them without unpacking, and without another
+// rounding. The scan's copies of rising rows are 2^n of them; tiles below the diagonal have 2^n of the anchors between
+// them as a factor per channel, those on it 2^(n - n'), which falling rows take in registers. On the diagonal of a
+// strong tile, one that 2^-c is too large for, the factors are computed in fp32: k_j runs down the rows, multiplied by
+// one decay after the other. So nothing overflows for g <= 0.
 //
 // Sums of logarithms are short of digits only where their power is short of anything: log2 of a decay is at least -150,
-// so c - c_j has an error below 2^-12, a sixteenth of the rounding of what it multiplies; so has the sum of the tiles before
-// one, unless these decay by more than 2^-8192.
+// so c - c_j has an error below 2^-12, a sixteenth of the rounding of what it multiplies; so has the sum of the tiles
+// before one, unless these decay by more than 2^-8192.
 #include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 
 #include <limits>
@@ -122,8 +122,8 @@ __device__ __forceinline__ float4 total_after(const Shared<kK>& s, const Place<k
   return sum;
 }
 
-// A thread's rows while they are scaled: where they lie, and c from the anchor on, less `start`. Every kPart rows the warp
-// meets: ptxas moves no access across that place, or more numbers were on their way than there are registers.
+// A thread's rows while they are scaled: where they lie, and c from the anchor on, less `start`. Every kPart rows the
+// warp meets: ptxas moves no access across that place, or more numbers were on their way than there are registers.
 template <DType kType, int kK>
 struct OwnRows {
   Place<kK> own;
@@ -176,7 +176,8 @@ __device__ __forceinline__ void scale_rows(Shared<kK>& s, const ChunkArgs& args,
   store_total(args, item, own, e);
 }
 
-// With two anchors: the rows of both sides, all copies, and the powers of falling rows. `first` and `last` are n and n'.
+// With two anchors: the rows of both sides, all copies, and the powers of falling rows. `first` and `last` are n and
+// n'.
 template <DType kType, int kK>
 __device__ __forceinline__ void scale_rows_apart(Shared<kK>& s, const ChunkArgs& args, int64_t item,
                                                  const Place<kK>& own, const Sums& sums) {
@@ -367,8 +368,8 @@ __device__ __forceinline__ void make_lower(Shared<kK>& s, bool of_A, const Inver
   for_each_block(steps.warp, store, sums);
 }
 
-// The blocks of a warp on and below the diagonal, five bits each: 16 + 4 i + j. Next to the diagonal there are no powers:
-// these are with others where a warp has more.
+// The blocks of a warp on and below the diagonal, five bits each: 16 + 4 i + j. Next to the diagonal there are no
+// powers: these are with others where a warp has more.
 template <int kK>
 __device__ __forceinline__ uint32_t blocks_of_warp(int warp) {
   constexpr auto block = [](uint64_t i, uint64_t j) { return 16 + 4 * i + j; };
