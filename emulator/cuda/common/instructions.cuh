@@ -152,6 +152,14 @@ uint32_t pack(float low, float high) {
   }
 }
 
+inline uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+  const auto product = [&](int shift) {
+    const auto number = [&](uint32_t pair) { return __uint_as_float(pair >> shift << 16); };
+    return number(a) * number(b);
+  };
+  return pack<DType::kBF16>(product(0), product(16));
+}
+
 inline void copy_async(uint32_t shared, const void* global, bool valid) {
   emulator::begin_copy(emulator::shared_pointer(shared, 16), valid ? global : nullptr, 16);
 }

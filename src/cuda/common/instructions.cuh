@@ -118,6 +118,17 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return pair;
 }
 
+// Products of two pairs of bf16, rounded to nearest; those of a power of two are exact in the range of bf16.
+__device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+  uint32_t pair;
+#if __CUDA_ARCH__ >= 900
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+#else
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000u));  // -0
+#endif
+  return pair;
+}
+
 // 16 bytes from global to shared memory without passing through registers; zeros where `valid` is false.
 __device__ __forceinline__ void copy_async(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)

@@ -64,6 +64,24 @@ __device__ __forceinline__ Item item_of_block(const ChunkArgs& args, bool from_t
   return item;
 }
 
+// Powers of two of the channels, as pairs of bf16. A lane's words of two steps of a product lie together: those of
+// channels 2t, 2t + 1 and 2t + 8, 2t + 9 of either.
+template <int kK>
+struct alignas(16) ChannelPowers {
+  uint32_t words[kK / 2];
+
+  // Of a multiple of four channels, and the two after it.
+  __device__ __forceinline__ void store(uint32_t channel, uint2 powers) {
+    uint32_t* to = words + channel / 32 * 16 + channel % 8 * 2 + channel / 8 % 4;
+    to[0] = powers.x;
+    to[4] = powers.y;
+  }
+  // Of steps 2 n and 2 n + 1.
+  __device__ __forceinline__ uint4 load(int n, int lane) const {
+    return *reinterpret_cast<const uint4*>(words + 16 * n + 4 * (lane % 4));
+  }
+};
+
 template <int kK>
 struct alignas(1024) Shared {
   KeyMemory<kK> k;  // then rising
@@ -75,11 +93,11 @@ struct alignas(1024) Shared {
     };
     alignas(16) float log2_decay[kChunkRows * kK];  // before, for strong tiles
   };
-  alignas(16) float total[kTiles * kK];   // c of the tiles
-  alignas(16) float between[kTiles][kK];  // factors of falling rows: 2^c of tiles 1, 2, and of both
+  alignas(16) float total[kTiles * kK];  // c of the tiles
+  ChannelPowers<kK> between[kTiles];     // for falling rows: of tiles 1, 2, and of both
   union {
-    alignas(16) float inverse_decay[kTiles * kK];  // 2^-c
-    alignas(16) float bias[kK];                    // before: of raw gates
+    ChannelPowers<kK> inverse_decay[kTiles];  // on the diagonal
+    alignas(16) float bias[kK];               // before: of raw gates
   };
   float2 on_rows[kChunkRows];  // the factors of k and q: of the norms, and scale
   float rstd_q[kChunkRows];
@@ -163,6 +181,9 @@ __device__ __forceinline__ float4 exp2_approx(float4 x) {
   using fastweight::cuda::exp2_approx;
   return make_float4(exp2_approx(x.x), exp2_approx(x.y), exp2_approx(x.z), exp2_approx(x.w));
 }
+__device__ __forceinline__ float4 nearest_integer(float4 x) {
+  return make_float4(rintf(x.x), rintf(x.y), rintf(x.z), rintf(x.w));
+}
 // Of the other half of the tile.
 __device__ __forceinline__ float4 other_half(float4 x) {
   constexpr int kHalf = kWarpSize / 2;
@@ -180,6 +201,18 @@ __device__ __forceinline__ float4 unpack(uint2 words) {
   using fastweight::cuda::unpack;
   const float2 low = unpack<kType>(words.x), high = unpack<kType>(words.y);
   return make_float4(low.x, low.y, high.x, high.y);
+}
+
+// A pair times powers of two, a pair of bf16: exact, but for what is too small for the type to have all digits of.
+template <DType kType>
+__device__ __forceinline__ uint32_t times_powers(uint32_t pair, uint32_t powers) {
+  if constexpr (kType == DType::kBF16) return multiply_bf16(pair, powers);
+  const float2 x = fastweight::cuda::unpack<kType>(pair), y = fastweight::cuda::unpack<DType::kBF16>(powers);
+  return fastweight::cuda::pack<kType>(x.x * y.x, x.y * y.y);
+}
+template <DType kType>
+__device__ __forceinline__ uint2 times_powers(uint2 x, uint2 powers) {
+  return make_uint2(times_powers<kType>(x.x, powers.x), times_powers<kType>(x.y, powers.y));
 }
 
 // Running sums over a thread's rows; log2 of the decays is `unit` times them.

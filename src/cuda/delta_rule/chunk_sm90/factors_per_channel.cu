@@ -11,16 +11,21 @@
 // where rising and falling rows hold their decays from, and to, an anchor between them:
 //
 //     all tiles mild    the start of the chunk:    rising_i = k_i 2^(before + c_i)    falling_j = k_j 2^-(before + c_j)
-//     otherwise         two for a tile:            rising_i = k_i 2^c_i               falling_j = k_j 2^(c - c_j)
+//     otherwise         two for a tile:            rising_i = k_i 2^(before + c_i - n)
+//                                                  falling_j = k_j 2^(n' - before - c_j)
 //
-// With one anchor the rising rows are the scan's copies of k and q, and products are wgmma's: of two warpgroups one makes A,
-// and J of it, the other sP. With two anchors they are made tile by tile: tiles below the diagonal have the decays of the
-// whole tiles between as a factor per channel, those on it 2^-c, which falling rows take in registers. On the diagonal of a
-// strong tile, one that 2^-c is too large for, the factors are computed in fp32: k_j runs down the rows, multiplied by one
-// decay after the other. So nothing overflows for g <= 0.
+// With one anchor the rising rows are the scan's copies of k and q, and products are wgmma's: of two warpgroups one
+// makes A, and J of it, the other sP. With two anchors they are made tile by tile, A and sP by one warp, so that
+// falling rows are read and made ready once for both. n and n' are the sums before and behind the tile, rounded to
+// integers, so that anchors differ by powers of two: pairs of bf16 take them without unpacking, and without another
+// rounding. The scan's copies of rising rows are 2^n of them; tiles below the diagonal have 2^n of the anchors between
+// them as a factor per channel, those on it 2^(n - n'), which falling rows take in registers. On the diagonal of a
+// strong tile, one that 2^-c is too large for, the factors are computed in fp32: k_j runs down the rows, multiplied by
+// one decay after the other. So nothing overflows for g <= 0.
 //
 // Sums of logarithms are short of digits only where their power is short of anything: log2 of a decay is at least -150,
-// so c - c_j has an error below 2^-12, a sixteenth of the rounding of what it multiplies.
+// so c - c_j has an error below 2^-12, a sixteenth of the rounding of what it multiplies; so has the sum of the tiles
+// before one, unless these decay by more than 2^-8192.
 #include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 
 #include <limits>
@@ -64,10 +69,11 @@ __device__ __forceinline__ void norms_of_tile(Shared<kK>& s, const DeltaRuleDevi
   if (p.qk_l2norm) {
 #pragma unroll
     for (int m = 0; m < kK / 16; ++m) {
-      uint32_t a[4];  // eight rows of it, as they lie, are those columns of B
+      uint32_t a[4], b[4];  // the same numbers in another order: loading them again takes less than moving them
       rows.load_a(kRows * (at % kTiles), m, lane, a);
+      rows.load_b(kRows * (at % kTiles), m, lane, b);
 #pragma unroll
-      for (int n = 0; n < 2; ++n) mma<kType>(sums[n], a, a[n], a[n + 2]);
+      for (int n = 0; n < 2; ++n) mma<kType>(sums[n], a, b[2 * n], b[2 * n + 1]);
     }
   }
   if (lane / 8 != lane % 4) return;  // rows g and columns 2t, 2t + 1
@@ -96,25 +102,28 @@ __device__ __forceinline__ float4 total_at(const Shared<kK>& s, int tile, const 
   return *reinterpret_cast<const float4*>(s.total + tile * kK + own.channel);
 }
 
-// The whole tiles before and after a thread's, and all of them.
+// c of the whole tiles before, or after, a thread's.
 template <int kK>
-struct TileSums {
-  float4 before, after, all;
-
-  __device__ __forceinline__ TileSums(const Shared<kK>& s, const Place<kK>& own)
-      : before(all_four(0)), after(all_four(0)), all(total_at(s, 0, own)) {
+__device__ __forceinline__ float4 total_before(const Shared<kK>& s, const Place<kK>& own) {
+  float4 sum = all_four(0);
 #pragma unroll
-    for (uint32_t t = 1; t < kTiles; ++t) {
-      const float4 total = total_at(s, t, own);
-      if (t == own.tile) before = all;
-      if (t > own.tile) after = after + total;
-      all = all + total;
-    }
+  for (uint32_t t = 0; t < kTiles - 1; ++t) {
+    if (t < own.tile) sum = sum + total_at(s, t, own);
   }
-};
+  return sum;
+}
+template <int kK>
+__device__ __forceinline__ float4 total_after(const Shared<kK>& s, const Place<kK>& own) {
+  float4 sum = all_four(0);
+#pragma unroll
+  for (uint32_t t = 1; t < kTiles; ++t) {
+    if (t > own.tile) sum = sum + total_at(s, t, own);
+  }
+  return sum;
+}
 
-// A part of a thread's rows while they are scaled: where they lie, and c of the tile, or of the chunk, less `start`. Parts
-// take turns in a loop that is not unrolled: there is less code to fetch, and fewer numbers are on their way at once.
+// A thread's rows while they are scaled: where they lie, and c from the anchor on, less `start`. Every kPart rows the
+// warp meets: ptxas moves no access across that place, or more numbers were on their way than there are registers.
 template <DType kType, int kK>
 struct OwnRows {
   Place<kK> own;
@@ -125,21 +134,17 @@ struct OwnRows {
       : own(place),
         copies(args.factors.keys + (item * kKeyCopies * kChunkRows + own.top) * kK + own.channel),
         start(first) {}
-  __device__ __forceinline__ void store(KeyCopy copy, int i, float4 x) const {
-    *reinterpret_cast<uint2*>(copies + (copy * kChunkRows + i) * kK) = pack<kType>(x);
+  __device__ __forceinline__ void store(KeyCopy copy, int i, uint2 x) const {
+    *reinterpret_cast<uint2*>(copies + (copy * kChunkRows + i) * kK) = x;
   }
 
   // body(i, sum) for row own.top + i.
   template <int kPart, class Body>
-  __device__ __forceinline__ void for_each(Sums sums, const Body& body) {
-#pragma unroll 1
-    for (int part = 0; part < kOwnRows / kPart; ++part) {
+  __device__ __forceinline__ void for_each(const Sums& sums, const Body& body) const {
 #pragma unroll
-      for (int i = 0; i < kPart; ++i) body(i, fmaf(sums.unit, sums.c[i], start));
-#pragma unroll
-      for (int i = kPart; i < kOwnRows; ++i) sums.c[i - kPart] = sums.c[i];
-      own.top += kPart;
-      copies += kPart * kK;
+    for (int i = 0; i < kOwnRows; ++i) {
+      if (i % kPart == 0) __syncwarp();
+      body(i, fmaf(sums.unit, sums.c[i], start));
     }
   }
 };
@@ -155,9 +160,9 @@ __device__ __forceinline__ void store_total(const ChunkArgs& args, int64_t item,
 template <DType kType, int kK>
 __device__ __forceinline__ void scale_rows(Shared<kK>& s, const ChunkArgs& args, int64_t item, const Place<kK>& own,
                                            const Sums& sums) {
-  const TileSums<kK> tiles(s, own);
-  const float4 e = exp2_approx(tiles.all);
-  OwnRows<kType, kK> rows(args, item, own, tiles.before + sums.first(own.half));
+  const float4 before = total_before(s, own);
+  const float4 e = exp2_approx(before + total_at(s, own.tile, own) + total_after(s, own));
+  const OwnRows<kType, kK> rows(args, item, own, before + sums.first(own.half));
   rows.template for_each<4>(sums, [&](int i, float4 sum) {
     const uint32_t at = key_offset(rows.own, i);
     const float2 on = s.on_rows[rows.own.top + i];
@@ -166,38 +171,39 @@ __device__ __forceinline__ void scale_rows(Shared<kK>& s, const ChunkArgs& args,
     four_at(s.k, at) = pack<kType>(up * key);
     four_at(s.q, at) = pack<kType>(up * query);
     four_at(s.falling, at) = pack<kType>(written);
-    rows.store(kWriter, i, e * written);
+    rows.store(kWriter, i, pack<kType>(e * written));
   });
   store_total(args, item, own, e);
 }
 
-// With two anchors: the rows of both sides, all copies, and the factors of falling rows.
+// With two anchors: the rows of both sides, all copies, and the powers of falling rows. `first` and `last` are n and
+// n'.
 template <DType kType, int kK>
 __device__ __forceinline__ void scale_rows_apart(Shared<kK>& s, const ChunkArgs& args, int64_t item,
                                                  const Place<kK>& own, const Sums& sums) {
-  const TileSums<kK> tiles(s, own);
-  const float4 whole = total_at(s, own.tile, own);
-  const float4 on_reads = exp2_approx(tiles.before), on_write = exp2_approx(tiles.after);
-  store_total(args, item, own, exp2_approx(tiles.all));
-  if (own.half == 0) {
-    four_at(s.inverse_decay + own.tile * kK + own.channel) = exp2_approx(-whole);
-    // Tiles 1 and 2 themselves, and in the place of tile 3 both.
-    const float4 between = own.tile < 3 ? whole : total_at(s, 1, own) + total_at(s, 2, own);
-    four_at(s.between[own.tile] + own.channel) = exp2_approx(between);
-  }
-  OwnRows<kType, kK> rows(args, item, own, sums.first(own.half));
+  const float4 before = total_before(s, own), through = before + total_at(s, own.tile, own);
+  const float4 first = nearest_integer(before), last = nearest_integer(through), between = last - first;
+  // Of tiles 1 and 2 themselves, and in the place of tile 3 of both.
+  const float4 both = own.tile < 3 ? between : first - nearest_integer(total_at(s, 0, own));
+  const uint2 powers = pack<DType::kBF16>(exp2_approx(own.half == 0 ? -between : both));
+  (own.half == 0 ? s.inverse_decay : s.between)[own.tile].store(own.channel, powers);
+  const uint2 on_reads = pack<DType::kBF16>(exp2_approx(first));
+  const float4 on_write = exp2_approx((through - last) + total_after(s, own));
+  if (own.tile == kTiles - 1) store_total(args, item, own, exp2_approx(through));
+  const OwnRows<kType, kK> rows(args, item, own, (before - first) + sums.first(own.half));
   rows.template for_each<2>(sums, [&](int i, float4 sum) {
     const uint32_t at = key_offset(rows.own, i);
     const float2 on = s.on_rows[rows.own.top + i];
     const float4 key = on.x * unpack<kType>(four_at(s.k, at)), query = on.y * unpack<kType>(four_at(s.q, at));
-    const float4 up = exp2_approx(sum), written = exp2_approx(whole - sum) * key;
-    const float4 on_k = up * key, on_q = up * query;
-    four_at(s.k, at) = pack<kType>(on_k);
-    four_at(s.q, at) = pack<kType>(on_q);
+    const float4 up = exp2_approx(sum);
+    const uint2 on_k = pack<kType>(up * key), on_q = pack<kType>(up * query);
+    four_at(s.k, at) = on_k;
+    rows.store(kReader, i, times_powers<kType>(on_k, on_reads));
+    four_at(s.q, at) = on_q;
+    rows.store(kQuery, i, times_powers<kType>(on_q, on_reads));
+    const float4 written = exp2_approx(between - sum) * key;
     four_at(s.falling, at) = pack<kType>(written);
-    rows.store(kReader, i, on_reads * on_k);
-    rows.store(kQuery, i, on_reads * on_q);
-    rows.store(kWriter, i, on_write * written);
+    rows.store(kWriter, i, pack<kType>(on_write * written));
   });
 }
 
@@ -285,29 +291,31 @@ __device__ __forceinline__ void make_strong(Shared<kK>& s, const ChunkArgs& args
   }
 }
 
-// Tile (row, column) of rows falling^T, by one warp. `factor`, one per channel, belongs to the falling rows.
-template <DType kType, bool kFactor, int kK>
-__device__ __forceinline__ void multiply_rows(const Shared<kK>& s, const unsigned char* rising_rows, int row,
-                                              int column, const float* factor, int lane, float (&sum)[2][4]) {
-  const KeyTile<kK> rising(rising_rows), falling(s.falling);
+// Tile (row, column) of rows falling^T for the rows of k and of q, by one warp. The powers belong to the falling rows.
+template <DType kType, bool kWithPowers, int kK>
+__device__ __forceinline__ void multiply_rows(const Shared<kK>& s, int row, int column, const ChannelPowers<kK>& powers,
+                                              int lane, GramBlock& of_k, GramBlock& of_q) {
+  const KeyTile<kK> k(s.k), q(s.q), falling(s.falling);
 #pragma unroll
-  for (int m = 0; m < kK / 16; ++m) {
-    uint32_t a[4], b[4];
-    rising.load_a(kRows * row, m, lane, a);
-    falling.load_b(kRows * column, m, lane, b);
-    if constexpr (kFactor) {
+  for (int m = 0; m < kK / 16; m += 2) {
+    uint4 d;
+    if constexpr (kWithPowers) d = powers.load(m / 2, lane);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {  // channels 2t, 2t + 1 and 2t + 8, 2t + 9 of both halves of the columns
-        const float2 d = *reinterpret_cast<const float2*>(factor + 16 * m + 8 * h + 2 * (lane % 4));
+    for (int half = 0; half < 2; ++half) {
+      uint32_t a[4], b[4];
+      falling.load_b(kRows * column, m + half, lane, b);
+      if constexpr (kWithPowers) {
+        const uint32_t on_channels[2] = {half == 0 ? d.x : d.z, half == 0 ? d.y : d.w};
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          const float2 x = fastweight::cuda::unpack<kType>(b[2 * n + h]);
-          b[2 * n + h] = fastweight::cuda::pack<kType>(d.x * x.x, d.y * x.y);
-        }
+        for (int w = 0; w < 4; ++w) b[w] = times_powers<kType>(b[w], on_channels[w % 2]);
       }
-    }
+      k.load_a(kRows * row, m + half, lane, a);
 #pragma unroll
-    for (int n = 0; n < 2; ++n) mma<kType>(sum[n], a, b[2 * n], b[2 * n + 1]);
+      for (int n = 0; n < 2; ++n) mma<kType>(of_k[n], a, b[2 * n], b[2 * n + 1]);
+      q.load_a(kRows * row, m + half, lane, a);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) mma<kType>(of_q[n], a, b[2 * n], b[2 * n + 1]);
+    }
   }
 }
 
@@ -322,56 +330,83 @@ __device__ __forceinline__ void store_token_factors(const Shared<kK>& s, const C
   row[chunk_16bit::kRstdOfK * kChunkRows] = s.on_rows[i].x;
 }
 
-// Calls body(on_diagonal, i, j, block) for the warp's share of the blocks on and below the diagonal of rows falling^T, `rows`
-// rising. Those on the diagonal of strong tiles are there.
-template <DType kType, int kK, class Body>
-__device__ __forceinline__ void multiply_tiles(const Shared<kK>& s, bool apart, const unsigned char* rows, int warp,
-                                               int lane, const Body& body) {
-  if (!apart) {
-    Gram sums;
-    start_gram<kType, kK>(rows, s.falling, sums);
-    wgmma_commit();
-    wgmma_wait<0>(sums);
-    for_each_block(
-        warp, [&](auto on_diagonal, int j, auto& blocks) { body(on_diagonal, warp, j, blocks[0]); }, sums);
-    return;
+// A block of A to shared memory, or of sP.
+template <bool kOnDiagonal, int kK>
+__device__ __forceinline__ void store_A(const Shared<kK>& s, const InverseSteps& steps, int i, int j,
+                                        GramBlock& block) {
+  const int row = kRows * i + steps.lane / 4;
+  const float beta[2] = {s.beta[row], s.beta[row + 8]};
+#pragma unroll
+  for (int e = 0; e < 8; ++e) block[e / 4][e % 4] *= beta[e / 2 % 2];
+  steps.template store_A<kOnDiagonal>(i, j, block);
+}
+template <bool kOnDiagonal, DType kType>
+__device__ __forceinline__ void store_sP(const GlobalResults<kType>& results, int i, int j, GramBlock& block) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    if constexpr (kOnDiagonal) clear_above(n, results.lane, block[n]);
   }
-#pragma unroll 1
-  for (int at = warp; at < 10; at += kGroupWarps) {
-    const int i = at < 4 ? 3 : at < 7 ? 2 : at < 9 ? 1 : 0, j = at - (at < 4 ? 0 : at < 7 ? 4 : at < 9 ? 7 : 9);
-    if (i == j && s.strong[i]) continue;
-    GramBlock block = {};
-    if (i == j + 1) {
-      multiply_rows<kType, false>(s, rows, i, j, nullptr, lane, block);
+  results.sP(i, j, block);
+}
+
+// With one anchor: all of A to shared memory, or sP, by a warpgroup.
+template <DType kType, int kK>
+__device__ __forceinline__ void make_lower(Shared<kK>& s, bool of_A, const InverseSteps& steps,
+                                           const GlobalResults<kType>& results) {
+  Gram sums;
+  start_gram<kType, kK>(of_A ? s.k : s.q, s.falling, sums);
+  wgmma_commit();
+  wgmma_wait<0>(sums);
+  const auto store = [&](auto on_diagonal, int j, auto& blocks) {
+    constexpr bool kOnDiagonal = decltype(on_diagonal)::value;
+    if (of_A) {
+      store_A<kOnDiagonal>(s, steps, steps.warp, j, blocks[0]);
     } else {
-      const float* factor = i == j ? s.inverse_decay + i * kK : s.between[i == j + 3 ? 3 : j + 1];
-      multiply_rows<kType, true>(s, rows, i, j, factor, lane, block);
+      store_sP<kOnDiagonal>(results, steps.warp, j, blocks[0]);
     }
-    i == j ? body(std::true_type(), i, j, block) : body(std::false_type(), i, j, block);
+  };
+  for_each_block(steps.warp, store, sums);
+}
+
+// The blocks of a warp on and below the diagonal, five bits each: 16 + 4 i + j. Next to the diagonal there are no
+// powers: these are with others where a warp has more.
+template <int kK>
+__device__ __forceinline__ uint32_t blocks_of_warp(int warp) {
+  constexpr auto block = [](uint64_t i, uint64_t j) { return 16 + 4 * i + j; };
+  if constexpr (kWarps<kK> == kGroupWarps) {
+    constexpr uint64_t kBlocks = (block(3, 0) | block(3, 2) << 5 | block(2, 1) << 10) |
+                                 (block(2, 0) | block(3, 1) << 5 | block(1, 0) << 10) << 16 |
+                                 (block(0, 0) | block(1, 1) << 5) << 32 | (block(2, 2) | block(3, 3) << 5) << 48;
+    return static_cast<uint32_t>(kBlocks >> (16 * warp)) & 0xffff;
+  } else {
+    constexpr uint64_t kFirst = block(1, 0) | block(3, 2) << 5 | block(1, 1) << 10 | block(2, 2) << 15 |
+                                block(3, 3) << 20 | block(2, 0) << 25 | block(3, 1) << 30 | block(3, 0) << 35;
+    constexpr uint32_t kSecond = block(2, 1) | block(0, 0) << 5;
+    return (static_cast<uint32_t>(kFirst >> (5 * warp)) & 31) | (warp < 2 ? (kSecond >> (5 * warp) & 31) << 5 : 0);
   }
 }
 
-// A to shared memory, or sP, by a warpgroup.
+// With two anchors: all of A to shared memory, and sP, by all warps. What is on the diagonal of strong tiles is there.
 template <DType kType, int kK>
-__device__ __forceinline__ void make_lower(Shared<kK>& s, bool apart, bool of_A, const InverseSteps& steps,
-                                           const GlobalResults<kType>& results) {
-  const int lane = steps.lane;
-  const auto make_block = [&](auto on_diagonal, int i, int j, GramBlock& block) {
-    constexpr bool kOnDiagonal = decltype(on_diagonal)::value;
-    if (of_A) {
-      const float beta[2] = {s.beta[kRows * i + lane / 4], s.beta[kRows * i + lane / 4 + 8]};
-#pragma unroll
-      for (int e = 0; e < 8; ++e) block[e / 4][e % 4] *= beta[e / 2 % 2];
-      steps.template store_A<kOnDiagonal>(i, j, block);
+__device__ __forceinline__ void make_lower_apart(Shared<kK>& s, int warp, const InverseSteps& steps,
+                                                 const GlobalResults<kType>& results) {
+#pragma unroll 1
+  for (uint32_t blocks = blocks_of_warp<kK>(warp); blocks != 0; blocks >>= 5) {
+    const int i = blocks / 4 % 4, j = blocks % 4;
+    if (i == j && s.strong[i]) continue;
+    GramBlock of_k = {}, of_q = {};
+    if (i == j + 1) {
+      multiply_rows<kType, false>(s, i, j, s.between[0], steps.lane, of_k, of_q);
     } else {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        if constexpr (kOnDiagonal) clear_above(n, lane, block[n]);
-      }
-      results.sP(i, j, block);
+      const ChannelPowers<kK>& powers = i == j ? s.inverse_decay[i] : s.between[i == j + 3 ? 3 : j + 1];
+      multiply_rows<kType, true>(s, i, j, powers, steps.lane, of_k, of_q);
     }
-  };
-  multiply_tiles<kType>(s, apart, of_A ? s.k : s.q, steps.warp, lane, make_block);
+    const auto store = [&]<bool kOnDiagonal>() {
+      store_A<kOnDiagonal>(s, steps, i, j, of_k);
+      store_sP<kOnDiagonal>(results, i, j, of_q);
+    };
+    i == j ? store.template operator()<true>() : store.template operator()<false>();
+  }
 }
 
 // J from A, by the block's first warpgroup.
@@ -451,9 +486,14 @@ __global__ void __launch_bounds__(kThreads<kK>, kBlocksOnOne<kK>)
   const int warp = uniform_warp(), lane = lane_anew();
   const GlobalResults<kType> results = results_of<kType>(args, item.factors, lane);
   const InverseSteps steps{s.inverse, warp % kGroupWarps, lane};
-  if constexpr (kWarps<kK> == kGroupWarps) make_lower<kType>(s, apart, false, steps, results);
   const bool of_A = warp < kGroupWarps;
-  make_lower<kType>(s, apart, of_A, steps, results);
+  if (apart) {
+    make_lower_apart<kType>(s, warp, steps, results);
+    __syncthreads();
+  } else {
+    if constexpr (kWarps<kK> == kGroupWarps) make_lower<kType>(s, false, steps, results);
+    make_lower<kType>(s, of_A, steps, results);
+  }
   if (of_A) invert_A<kType>(s, args, steps, results);
   if (thread == 0) wait_stores_read<0>();
 }
