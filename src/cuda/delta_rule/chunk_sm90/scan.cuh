@@ -13,8 +13,8 @@
 //     S = S + (w R)^T k              R^T = X, rounded, step by step while the product runs
 //     O = O + R^T sP^T               while it runs, S is rounded for the next chunk
 //
-// q and v are needed until the third product begins, the other operands until the chunk's end: two rings. The latter comes
-// three chunks ahead at most, the former two, which leaves room for the state on its way to memory.
+// q and v are needed until the third product begins, the other operands until the chunk's end: two rings. Both come three
+// chunks ahead at most, the former two where the state on its way to memory needs room.
 //
 // With 64 columns there are few heads, and what counts is how long a chunk takes: one warpgroup does the three products
 // that the next chunk waits for, and hands S^T and R^T, rounded, through shared memory to another, which makes O.
@@ -241,7 +241,7 @@ struct WorkGroup {
     round_sums<kType, kKeySteps<kK>>(S, rS);
     Fragments<kTokenSteps> rO;
     const int chunks = walk().chunks;
-    const bool saves = saves_by_map<Shape>(maps);
+    constexpr bool saves = Shape::kSavesByMap;
     if (chunks > 0) s.of_late.filled[0].wait(0);
     for (int c = 0; c < chunks; ++c) {
       if (!saves) columns().save_chunk_state(c, rS, S);
@@ -262,9 +262,7 @@ struct WorkGroup {
       // No address in shared memory is computed before the loop and kept: registers are short.
       const WorkGroup anew{args, maps, s, group, warp, opaque_below<kWarpSize>(lane)};
       if (c > 0) anew.put_outputs(rO);
-      if constexpr (Shape::kSavesByMap) {
-        if (saves) anew.put_state(rS);
-      }
+      if constexpr (saves) anew.put_state(rS);
       s.of_early.filled[turn.early.at].wait(turn.early.parity, early_filled);
       wgmma_fence(O);
 #pragma unroll
@@ -537,6 +535,9 @@ void launch_scan(const ForwardArgs& args, const ScanMaps& maps, int columns, boo
     of.template operator()<Block<64, 1, Makes::kOutputs>>();
   } else if (columns == kGroupColumns) {
     of.template operator()<Block<128, 1, Makes::kOutputs>>();
+  } else if (maps.has_states) {
+    with_sP ? of.template operator()<Block<128, 2, Makes::kOutputs, true>>()
+            : of.template operator()<Block<128, 2, Makes::kOutputsAndP, true>>();
   } else {
     with_sP ? of.template operator()<Block<128, 2, Makes::kOutputs>>()
             : of.template operator()<Block<128, 2, Makes::kOutputsAndP>>();

@@ -14,13 +14,14 @@ using chunk_16bit::kRowNumbers;
 enum class Makes { kMaps, kOutputs, kOutputsAndP };
 
 // A block has warpgroups that multiply, kGroups of which have the state, one that makes sP if it is to be made, and one more.
-template <int kK, int kGroups, Makes kMakes>
+// kSends: the states before the chunks leave by TMA, from memory that q and v of one more chunk have otherwise.
+template <int kK, int kGroups, Makes kMakes, bool kSends = false>
 struct Block {
   static constexpr int kWidth = kK;
   static constexpr bool kMakesMaps = kMakes == Makes::kMaps, kMakesP = kMakes == Makes::kOutputsAndP;
-  static constexpr bool kSavesByMap =
-      kK == 128 && kGroups == 2 && !kMakesMaps;  // states before chunks may leave by TMA
-  static constexpr int kLateDepth = scan_stages(kK), kEarlyDepth = kSavesByMap ? 2 : kLateDepth;
+  static constexpr bool kSavesByMap = kSends;
+  static_assert(!kSends || (kK == 128 && kGroups == 2 && !kMakesMaps));
+  static constexpr int kLateDepth = scan_stages(kK), kEarlyDepth = kSends ? kLateDepth - 1 : kLateDepth;
   static constexpr bool kSplit = kK == 128 && kGroups == 1;  // one warpgroup makes S, another O
   static constexpr bool kHalves = kK == 256;                 // two warpgroups have half of K each
   static_assert(kK == 128 || kGroups == 1);
@@ -97,12 +98,6 @@ struct Block {
   static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 };
 
-// Whether the states before the chunks leave by TMA.
-template <class Shape>
-__device__ __forceinline__ bool saves_by_map(const ScanMaps& maps) {
-  return Shape::kSavesByMap && maps.has_states;
-}
-
 // The warpgroup that serves the others
 // ----------------------------------------------------------------------------------------------------------
 
@@ -172,7 +167,7 @@ __device__ __forceinline__ void store_leaving(const ForwardArgs& args, const Sca
     }
     if constexpr (Shape::kSavesByMap) {
       const int64_t chunk = first_chunk_of(args.chunked, part.sequence) + walk.position + c;
-      if (!saves_by_map<Shape>(maps) || c == walk.chunks || chunk >= args.state_chunks) continue;
+      if (c == walk.chunks || chunk >= args.state_chunks) continue;
       const StateTile<Shape::kWidth> S(s.state[i]);
 #pragma unroll
       for (int p = 0; p < S.kPanels; ++p) {
@@ -201,7 +196,7 @@ __device__ __forceinline__ void serve(const ForwardArgs& args, const ScanMaps& m
   } else if constexpr (!Shape::kMakesMaps) {
     if (chunks == 0) return;
     uint32_t parity = 0;
-    for (int c = saves_by_map<Shape>(maps) ? 0 : 1; c <= chunks; ++c, parity ^= 1) {
+    for (int c = Shape::kSavesByMap ? 0 : 1; c <= chunks; ++c, parity ^= 1) {
       store_leaving<Shape>(args, maps, s, c, parity);
     }
   }
