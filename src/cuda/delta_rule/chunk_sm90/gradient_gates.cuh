@@ -67,17 +67,19 @@ __device__ __forceinline__ void load_channel_gates(const DeltaRuleDeviceProblem&
   });
 }
 
+// The gate's parameters, as they come from memory: rate() is the first that waits for them.
 struct ChannelGate {
-  float rate;
+  float a_log;
   OfChannels bias;
 
   __device__ __forceinline__ ChannelGate(const DeltaRuleDeviceProblem& p, int head, const OwnGates& own)
-      : rate(0), bias{0, 0} {
+      : a_log(0), bias{0, 0} {
     if (!p.gate_in_kernel) return;
-    rate = gate_rate(p, head);
+    if (p.a_log.present()) a_log = load_float(p.a_log.data, p.a_log.dtype, head * p.a_log.strides[0]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) bias[h] = 8 * h < own.columns ? gate_bias(p, head, own.channel + 8 * h) : 0.0f;
   }
+  __device__ __forceinline__ float rate() const { return expf(a_log); }  // 1 without
 };
 
 // log2 of the decay.

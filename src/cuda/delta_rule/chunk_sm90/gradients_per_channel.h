@@ -14,6 +14,8 @@ struct ChannelGradientMaps {
   TensorMap J;                     // lower_map
   TensorMap S;                     // states_map
   TensorMap G, Y;                  // rows_map
+  bool has_gates = false;          // the gates, and dg if anybody wants it, have one type and are in maps
+  TensorMap g{}, dg{};             // token_map with boxes of 64 rows of 128 bytes
 };
 
 size_t channel_gradients_bytes();  // of shared memory in a block
