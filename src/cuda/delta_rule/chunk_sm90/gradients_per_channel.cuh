@@ -24,7 +24,7 @@
 // of 8 tokens of X_q, X_k and F, and what is computed of them stays in its registers. Two warpgroups with 64 tokens each, in
 // twice the registers, would have more code to fetch, which runs once for a head, and half the warps to run while others wait.
 //
-// c has an error below 2^-17 of it, so that no power of c is further off than half the rounding of an operand. dg runs
+// c has an error below 2^-20 of it, so that no power of c is further off than half the rounding of an operand. dg runs
 // through the whole chunk; per token the argument for a tile holds for a chunk of mild tiles as well: its error is some
 // 2^-20 of the terms that pass the chunk, and those that exp(g_m) multiplies are not smaller than 2^-7.5 of such terms,
 // unless the keys make them so.
@@ -423,20 +423,14 @@ struct ChannelGradientGroup {
     if constexpr (kNorm) place(lane / 16 == 0 ? kAlongQ : kAlongK, lane / 4 % 4) = sum_over_channels(along, lane);
   }
 
-  // dg of a tile in `terms`, what a token adds; dg after the tile becomes that before it.
+  // dg of a tile in place of what its tokens add; dg after the tile becomes that before it.
   __device__ __forceinline__ void sum_back(float (&terms)[2][4], OfChannels& dg) const {
+    float left[4] = {dg[0], dg[0], dg[1], dg[1]}, right[4] = {dg[0], dg[0], dg[1], dg[1]};
+    sum_tokens<false>(terms[1], terms[0], lane, right, left);
 #pragma unroll
-    for (int i = 1; i >= 0; --i) {
+    for (int h = 0; h < 2; ++h) dg[h] = __shfl_sync(kAllLanes, left[2 * h], 0, 4);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float &first = terms[i][2 * h], &second = terms[i][2 * h + 1];
-        const float2 others = sum_after(first + second, lane % 4);
-        const float after = dg[h] + others.x;
-        first = after + (first + second);
-        second = after + second;
-        dg[h] += others.y;
-      }
-    }
+    for (int e = 0; e < 4; ++e) terms[0][e] = left[e], terms[1][e] = right[e];
   }
 
   // What the tokens of a tile add to dg.
