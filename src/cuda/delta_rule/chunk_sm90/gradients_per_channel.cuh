@@ -666,30 +666,39 @@ struct ChannelGradientGroup {
     }
   }
 
+  // What the thread has of q or k, which the norm needs.
+  using Rows = TileWords[kHalfTiles];
+  __device__ __forceinline__ void load_rows(const Keys& rows, Rows& words) const {
+    if constexpr (kNorm) {
+#pragma unroll
+      for (int m = 0; m < kHalfTiles; ++m) rows.load_c_transposed(tile_row(m), block_of_channels(), lane, words[m]);
+    }
+  }
+
   // dq or dk, through the norm, to the place of q or k. `along` has the factors rstd^2 x . dx.
-  __device__ __forceinline__ void leave(const Keys& rows, const float* rstd, const float* along,
-                                        const ChannelSums& y) const {
+  __device__ __forceinline__ void leave(const Keys& rows, const float* rstd, const float* along, const ChannelSums& y,
+                                        Rows& words) const {
 #pragma unroll
     for (int m = 0; m < kHalfTiles; ++m) {
-      TileWords words;
-      if constexpr (kNorm) rows.load_c_transposed(tile_row(m), block_of_channels(), lane, words);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int n = 2 * m + i;
         const float2 on = norm_of(rstd, n), sum = norm_of(along, n);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
+          uint32_t& word = words[m][2 * i + h];
           float2 dx = make_float2(y[n][2 * h], y[n][2 * h + 1]);
           if constexpr (kNorm) {
-            const float2 x = unpack<kType>(words[2 * i + h]);
+            const float2 x = unpack<kType>(word);
             dx = make_float2(fmaf(-sum.x, x.x, on.x * dx.x), fmaf(-sum.y, x.y, on.y * dx.y));
           }
-          words[2 * i + h] = pack<kType>(dx.x, dx.y);
+          word = pack<kType>(dx.x, dx.y);
         }
       }
-      __syncwarp();
-      rows.store_c_transposed(tile_row(m), block_of_channels(), lane, words);
     }
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < kHalfTiles; ++m) rows.store_c_transposed(tile_row(m), block_of_channels(), lane, words[m]);
   }
 
   // By one thread of a side.
@@ -767,10 +776,13 @@ struct ChannelGradientGroup {
     release(s.pairs_free, lane);
     finish_sums(item_now(), numbers_now());
     if (item_now().last) {
+      Rows q, k;  // on their way while the warps meet
+      load_rows(Keys(s.q), q);
+      load_rows(Keys(s.k), k);
       if constexpr (kNorm) named_barrier<kTotalsReady>(kWorkers);
       forget();
-      leave(Keys(s.q), numbers_now().rstd_q, s.exchange.total[kAlongQ], X_q);
-      leave(Keys(s.k), numbers_now().rstd_k, s.exchange.total[kAlongK], F);
+      leave(Keys(s.q), numbers_now().rstd_q, s.exchange.total[kAlongQ], X_q, q);
+      leave(Keys(s.k), numbers_now().rstd_k, s.exchange.total[kAlongK], F, k);
       store_keys(item_now());
     }
     forget();
@@ -821,6 +833,9 @@ struct ChannelGradientGroup {
       make_pairs(x);
     }
     if (thread == 0) s.strong[(turn + 1) % 2] = 0;
+    const bool waits =
+        item_now().first;  // read before the products, behind which loads from shared memory stand in line
+    const uint32_t keys = s.keys[turn % 2] % 2;
     s.third_filled.wait(turn % 2);
     wgmma_fence(F);
 #pragma unroll
@@ -828,7 +843,7 @@ struct ChannelGradientGroup {
       wgmma<kType, kHalfRows>(F, G.along_columns(first_of_side(), m), R.along_columns(first_token(), m), m > 0);
     }
     wgmma_commit();
-    if (item_now().first) s.keys_filled.wait(s.keys[turn % 2] % 2);
+    if (waits) s.keys_filled.wait(keys);
     forget();
     make_rows(numbers_now(), c, total);
     dot_states(end);
