@@ -53,7 +53,8 @@ CUtensorMapSwizzle pattern_of(Swizzle swizzle) {
   }
 }
 
-constexpr int64_t kGroup = 16 / sizeof(uint16_t);  // elements in 16 bytes
+// Elements in 16 bytes.
+int64_t group_of(const TensorView& tensor) { return 16 / element_size(tensor.dtype); }
 
 }  // namespace
 
@@ -78,9 +79,9 @@ TensorMap tensor_map(const TensorMapSpec& spec) {
   return map;
 }
 
-bool has_token_map(const TensorView& tensor) {
-  if (tensor.rank != 4 || element_size(tensor.dtype) != sizeof(uint16_t)) return false;
-  if (!has_groups(tensor, 3, kGroup)) return false;
+bool has_token_map(const TensorView& tensor, int64_t element_bytes) {
+  if (tensor.rank != 4 || element_size(tensor.dtype) != element_bytes) return false;
+  if (!has_groups(tensor, 3, group_of(tensor))) return false;
   if (tensor.shape[0] == 0 || tensor.shape[1] == 0) return true;  // nobody makes it
   for (size_t axis = 0; axis < 3; ++axis) {
     if (tensor.shape[axis] > 1 && tensor.strides[axis] <= 0) return false;
@@ -92,7 +93,7 @@ TensorMap token_map(const TensorView& tensor, int rows, int columns, Swizzle swi
   const auto& shape = tensor.shape;
   // The stride along a dimension of one element may be anything; the map gets that of a dense tensor.
   const auto stride = [&](size_t axis, int64_t dense) { return shape[axis] > 1 ? tensor.strides[axis] : dense; };
-  const int64_t of_heads = stride(2, (shape[3] + kGroup - 1) / kGroup * kGroup);
+  const int64_t group = group_of(tensor), of_heads = stride(2, (shape[3] + group - 1) / group * group);
   const int64_t of_tokens = stride(1, shape[2] * of_heads), of_batches = stride(0, shape[1] * of_tokens);
   TensorMapSpec spec;
   spec.data = static_cast<const char*>(tensor.data) - rows * of_tokens * element_size(tensor.dtype);

@@ -38,7 +38,7 @@ TensorMap tensor_map(const TensorMapSpec& spec);
 // The address that the map begins at lies `rows` tokens before the tensor; no copy goes there.
 TensorMap token_map(const TensorView& tensor, int rows, int columns, Swizzle swizzle);
 
-// Whether there is such a map: elements of 16 bits, rows that lie together, strides of multiples of 16 bytes.
-bool has_token_map(const TensorView& tensor);
+// Whether there is such a map: elements of so many bytes, rows that lie together, strides of multiples of 16 bytes.
+bool has_token_map(const TensorView& tensor, int64_t element_bytes = sizeof(uint16_t));
 
 }  // namespace fastweight::cuda

@@ -141,23 +141,35 @@ bool takes_channel_gradients(const DeltaRuleBackwardProblem& problem) {
          lacks_shared_memory(channel_gradients_bytes(), in.q.device.index).empty();
 }
 
+// Whether the gates come, and dg leaves, by TMA.
+bool have_gate_maps(const TensorView& g, const TensorView& dg) {
+  const auto bytes = element_size(g.dtype);
+  return has_token_map(g, bytes) && (!dg.present() || (dg.dtype == g.dtype && has_token_map(dg, bytes)));
+}
+
 // Those of Hopper, and the kernel of chunk_16bit for the pairs that they leave.
 void channel_gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, int64_t blocks,
                        const std::function<void(const GradientArgs&, int64_t)>& others, const Context& context) {
   const DeltaRuleBackward& call = problem.args;
   const DType dtype = call.in.k.dtype;
   const WindowMaps of = window_maps(call, args);
-  const ChannelGradientMaps maps{of.k,
-                                 of.q,
-                                 rows_of(call.in.v),
-                                 of.d_o,
-                                 rows_of(call.dq),
-                                 rows_of(call.dk),
-                                 copies_map(args.chunk.factors.keys, dtype, 128, items_of(args.chunk).factors),
-                                 of.lower,
-                                 states_map(args.S, args.S_width, args.chunk, 128),
-                                 of.G,
-                                 of.Y};
+  ChannelGradientMaps maps{of.k,
+                           of.q,
+                           rows_of(call.in.v),
+                           of.d_o,
+                           rows_of(call.dq),
+                           rows_of(call.dk),
+                           copies_map(args.chunk.factors.keys, dtype, 128, items_of(args.chunk).factors),
+                           of.lower,
+                           states_map(args.S, args.S_width, args.chunk, 128),
+                           of.G,
+                           of.Y};
+  if (have_gate_maps(call.in.g, call.dg)) {
+    const int columns = 128 / static_cast<int>(element_size(call.in.g.dtype));
+    maps.has_gates = true;
+    maps.g = token_map(call.in.g, kChunkRows, columns, Swizzle::k128);
+    if (call.dg.present()) maps.dg = token_map(call.dg, kChunkRows, columns, Swizzle::k128);
+  }
   const int64_t multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, call.in.q.device.index);
   const int64_t own = std::min(blocks, multiprocessors);
   dtype == DType::kBF16 ? launch_channel_gradients<DType::kBF16>(args, maps, own, context)

@@ -1,5 +1,5 @@
 // What the gradients with a decay per channel (gradients_per_channel.cuh) have in shared memory, and the warps that serve the
-// four warpgroups: three bring the operands, one asks for the gates.
+// four warpgroups: three bring the operands, one the gates.
 #pragma once
 
 #include "cuda/delta_rule/chunk_sm90/gradient_operands.cuh"
@@ -38,14 +38,28 @@ using OfChannels = float[2];
 // Sums over channels of a token, by the blocks of 16 channels that the warps have.
 enum RowSum { kOfBeta, kAlongQ, kAlongK, kNumRowSums };
 
+constexpr int kPanelBytes = Keys::kPanelBytes;
+
+// The gates of a chunk as tiles that maps bring.
+template <DType kGate>
+struct GatePanels {
+  static constexpr int kPanelColumns = kGate == DType::kF32 ? 32 : 64, kPanels = kWidth / kPanelColumns;
+  static constexpr int kPanelBytes = Keys::kPanelBytes;
+  uint32_t start;
+
+  __device__ __forceinline__ uint32_t panel(int p) const { return start + static_cast<uint32_t>(p * kPanelBytes); }
+};
+
+enum KeyRows { kRisingQ, kRisingK, kFalling, kNumRows };
+
 // What the warps leave each other in step 5.
 struct ChannelExchange {
   float part[kNumRowSums][kChannelBlocks][kChunkRows];
   float total[kNumRowSums][kChunkRows];
-  float a_log[kWorkerWarps];   // the warps' shares of dA_log
-  float bias[kWidth];          // ddt_bias of the first half
-  float end[kHalves][kWidth];  // dg after the last token, of each half its share
-  float after_first[kWidth];   // what the second half adds to dg before it
+  float a_log[kWorkers / 8];    // shares of dA_log of eight lanes
+  float bias[kHalves][kWidth];  // ddt_bias of a half
+  float end[kHalves][kWidth];   // dg after the last token, of each half its share
+  float after_first[kWidth];    // what the second half adds to dg before it
 };
 
 struct ChannelNumbers {
@@ -58,6 +72,9 @@ struct ChannelNumbers {
 //     states    reader, S, Y, v, d_o and G: free after step 3
 //     pairs     J: free in step 5, when dg has its ends
 //     keys      q and k, for all heads of a group; free when dq and dk have left
+//     gates     in the place of rows, from when these have been read, in step 5, until the next item has some: where gates
+//               are of 16 bits, together with `pairs`; of 32 bits, when dg has left. Step 5 has them brought again, where
+//               it needs them, when `pairs` are free, and puts dg there
 //
 // Step 1 waits for `first_filled`, by two warps: reader, S, Y, v and J; step 2 for `second_filled`: d_o; step 3 for `third_filled`: G.
 struct alignas(1024) ChannelGradientShared {
@@ -69,7 +86,7 @@ struct alignas(1024) ChannelGradientShared {
   };
   unsigned char reader[Keys::kBytes];              // then R
   unsigned char q[Keys::kBytes], k[Keys::kBytes];  // then dq, dk
-  unsigned char rising_q[Keys::kBytes], rising_k[Keys::kBytes], falling[Keys::kBytes];
+  unsigned char rows[kNumRows][Keys::kBytes];
   union {
     struct {
       unsigned char P[LowerTile::kBytes];
@@ -87,6 +104,12 @@ struct alignas(1024) ChannelGradientShared {
   uint32_t next_keys;
   TransactionBarrier numbers_filled[2], numbers_free[2], keys_filled, keys_free;
   TransactionBarrier first_filled, second_filled, third_filled, states_free, pairs_free;
+  TransactionBarrier gates_filled, gates_again, gates_free;
+
+  // Where gates lie for step 3, or for step 5.
+  __device__ __forceinline__ unsigned char* gates(bool wide, bool first) {
+    return reinterpret_cast<unsigned char*>(rows) + (first && !wide ? Keys::kBytes : 0);
+  }
 };
 // When J comes, nothing is needed any more of what lies in its place.
 static_assert(offsetof(ChannelExchange, end) <= LowerTile::kBytes);
@@ -189,23 +212,62 @@ struct ChannelBringer {
 };
 constexpr int kBringers = 3;
 
-// A warp that asks the L2 cache for the gates of an item before the warpgroups load them.
-__device__ __forceinline__ void prefetch_gates(const GradientArgs& args, ChannelGradientShared& s, int lane) {
-  const DeviceTensor& g = args.chunk.problem.g;
-  const int line = 128 / static_cast<int>(byte_offset(g.dtype, 1));
-  for (uint32_t turn = 0;; ++turn) {
-    s.numbers_filled[turn % 2].wait(turn / 2 % 2);
-    const Item& item = s.items[turn % 2];
-    if (item.span.sequence < 0) return;
+// A warp that asks the L2 cache for the gates of an item before the warpgroups load them, or brings them.
+struct GateBringer {
+  const GradientArgs& args;
+  const ChannelGradientMaps& maps;
+  ChannelGradientShared& s;
+  int lane;
+
+  __device__ __forceinline__ void ask(const Item& item) const {
+    const DeviceTensor& g = args.chunk.problem.g;
+    const int line = 128 / static_cast<int>(byte_offset(g.dtype, 1));
     for (int row = lane; row < item.span.length; row += kWarpSize) {
       const int64_t start = row_offset(g, item.span.batch, item.span.begin + row, item.head);
       for (int at = 0; at < args.chunk.problem.head_dim_k; at += line) {
         prefetch(element_at(static_cast<const char*>(g.data), g.dtype, start + at * g.strides[3]));
       }
     }
-    release(s.numbers_free[turn % 2], lane);
   }
-}
+
+  template <DType kGate>
+  __device__ __forceinline__ void load(const Item& item, const void* place, TransactionBarrier& filled) const {
+    using Panels = GatePanels<kGate>;
+    if (!elect_one()) return;
+    filled.arrive_expecting(Panels::kPanels * Panels::kPanelBytes);
+    load_panels(Panels{shared_address(place)}, maps.g, 0, args.chunk.problem.head_dim_k, rows_of(item, item.head),
+                filled);
+  }
+  __device__ __forceinline__ void bring(const Item& item, bool first) const {
+    TransactionBarrier& filled = first ? s.gates_filled : s.gates_again;
+    const bool wide = args.chunk.problem.g.dtype == DType::kF32;
+    wide ? load<DType::kF32>(item, s.gates(wide, first), filled)
+         : load<DType::kBF16>(item, s.gates(wide, first), filled);
+  }
+
+  __device__ __forceinline__ void run() const {
+    const bool wide = args.chunk.problem.g.dtype == DType::kF32;
+    s.numbers_filled[0].wait(0);
+    for (uint32_t turn = 0;; ++turn) {
+      const Item& item = s.items[turn % 2];
+      if (item.span.sequence < 0) return;
+      if (maps.has_gates) {
+        (wide ? s.gates_free : s.pairs_free).wait(turn % 2 ^ 1);
+        bring(item, true);
+      } else if (turn == 0) {
+        ask(item);
+      }
+      const uint32_t next = turn + 1;
+      s.numbers_filled[next % 2].wait(next / 2 % 2);
+      if (s.items[next % 2].span.sequence >= 0) ask(s.items[next % 2]);
+      if (maps.has_gates && args.chunk.problem.gate_in_kernel) {
+        s.pairs_free.wait(turn % 2);
+        bring(item, false);
+      }
+      release(s.numbers_free[turn % 2], lane);
+    }
+  }
+};
 
 static_assert(sizeof(ChannelGradientShared) <= 227 * 1024);
 

@@ -67,17 +67,19 @@ __device__ __forceinline__ void load_channel_gates(const DeltaRuleDeviceProblem&
   });
 }
 
+// The gate's parameters, as they come from memory: rate() is the first that waits for them.
 struct ChannelGate {
-  float rate;
+  float a_log;
   OfChannels bias;
 
   __device__ __forceinline__ ChannelGate(const DeltaRuleDeviceProblem& p, int head, const OwnGates& own)
-      : rate(0), bias{0, 0} {
+      : a_log(0), bias{0, 0} {
     if (!p.gate_in_kernel) return;
-    rate = gate_rate(p, head);
+    if (p.a_log.present()) a_log = load_float(p.a_log.data, p.a_log.dtype, head * p.a_log.strides[0]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) bias[h] = 8 * h < own.columns ? gate_bias(p, head, own.channel + 8 * h) : 0.0f;
   }
+  __device__ __forceinline__ float rate() const { return expf(a_log); }  // 1 without
 };
 
 // log2 of the decay.
@@ -93,38 +95,41 @@ __device__ __forceinline__ float log2_of_gate(const DeltaRuleDeviceProblem& p, f
   }
 }
 
-// Sums over the tokens of a tile through each, in their place: products with a triangle of ones, of the numbers in two
-// parts of bf16. That takes half the instructions of sums over lanes. The error is below 2^-17 of the sum.
-__device__ __forceinline__ void sum_tile(float (&left)[4], float (&right)[4], int lane) {
-  constexpr uint32_t kOne = 0x3f80, kOnes = kOne << 16 | kOne;  // in bf16
-  const int g = lane / 4, t = lane % 4;
-  const uint32_t triangle = 2 * t + 1 <= g ? kOnes : 2 * t <= g ? kOne : 0;  // tokens 2t, 2t + 1 of those through g
-  uint32_t high[4], low[4];
-  pack_a<DType::kBF16>(left, right, high);
+// Sums over the tokens of a tile, of two C tiles, through each token or, where not kThrough, from each on, added to others:
+// products with a triangle of ones, of the numbers in two parts of tf32. That takes half the instructions of sums over
+// lanes, and is off by less than 2^-20 of the numbers. `first` has the tokens that the sums begin with.
+template <bool kThrough>
+__device__ __forceinline__ void sum_tokens(const float (&first)[4], const float (&second)[4], int lane,
+                                           float (&sum_of_first)[4], float (&sum_of_second)[4]) {
+  const int g = lane / 4, even = 2 * (lane % 4);  // the columns of A are the tokens 0, 2, 4, 6, 1, 3, 5, 7
+  const auto one = [](bool is) { return is ? __float_as_uint(1.0f) : 0; };
+  const uint32_t b0 = one(kThrough ? even <= g : even >= g), b1 = one(kThrough ? even < g : even + 1 >= g);
+  const uint32_t ones = __float_as_uint(1.0f);
+  const auto split = [](const float(&x)[4], uint32_t(&high)[4], uint32_t(&low)[4]) {
 #pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    const float(&x)[4] = w < 2 ? left : right;
-    const float2 y = unpack<DType::kBF16>(high[w]);
-    low[w] = pack<DType::kBF16>(x[w % 2 * 2] - y.x, x[w % 2 * 2 + 1] - y.y);
-  }
-#pragma unroll
-  for (int e = 0; e < 4; ++e) left[e] = right[e] = 0;
-  mma<DType::kBF16>(left, low, triangle, 0);
-  mma<DType::kBF16>(right, low, kOnes, triangle);
-  mma<DType::kBF16>(left, high, triangle, 0);
-  mma<DType::kBF16>(right, high, kOnes, triangle);
+    for (int i = 0; i < 4; ++i) {
+      const float y = x[i % 2 * 2 + i / 2];
+      high[i] = __float_as_uint(y) & 0xffffe000u;
+      low[i] = __float_as_uint(y - __uint_as_float(high[i]));
+    }
+  };
+  uint32_t high[2][4], low[2][4];
+  split(first, high[0], low[0]);
+  split(second, high[1], low[1]);
+  mma_tf32(sum_of_first, low[0], b0, b1);
+  mma_tf32(sum_of_second, low[0], ones, ones);
+  mma_tf32(sum_of_second, low[1], b0, b1);
+  mma_tf32(sum_of_first, high[0], b0, b1);
+  mma_tf32(sum_of_second, high[0], ones, ones);
+  mma_tf32(sum_of_second, high[1], b0, b1);
 }
 
-// The sum over the tokens of a C tile after the lane's two, of which it has the sum x; and that of all.
-__device__ __forceinline__ float2 sum_after(float x, int t) {
-  float through = x;
+// The sums through each token in place of the numbers.
+__device__ __forceinline__ void sum_tile(float (&left)[4], float (&right)[4], int lane) {
+  float of_left[4] = {}, of_right[4] = {};
+  sum_tokens<true>(left, right, lane, of_left, of_right);
 #pragma unroll
-  for (int distance = 1; distance < 4; distance *= 2) {
-    const float other = __shfl_down_sync(kAllLanes, through, distance, 4);
-    through = t + distance < 4 ? through + other : through;
-  }
-  const float after = __shfl_down_sync(kAllLanes, through, 1, 4);
-  return make_float2(t < 3 ? after : 0.0f, __shfl_sync(kAllLanes, through, 0, 4));
+  for (int e = 0; e < 4; ++e) left[e] = of_left[e], right[e] = of_right[e];
 }
 
 // Eight sums over the lanes of the same t: a lane gets number lane / 4.

@@ -24,7 +24,7 @@
 // of 8 tokens of X_q, X_k and F, and what is computed of them stays in its registers. Two warpgroups with 64 tokens each, in
 // twice the registers, would have more code to fetch, which runs once for a head, and half the warps to run while others wait.
 //
-// c has an error below 2^-17 of it, so that no power of c is further off than half the rounding of an operand. dg runs
+// c has an error below 2^-20 of it, so that no power of c is further off than half the rounding of an operand. dg runs
 // through the whole chunk; per token the argument for a tile holds for a chunk of mild tiles as well: its error is some
 // 2^-20 of the terms that pass the chunk, and those that exp(g_m) multiplies are not smaller than 2^-7.5 of such terms,
 // unless the keys make them so.
@@ -59,18 +59,25 @@ struct ChannelGradientGroup {
   const GradientArgs& args;
   const ChannelGradientMaps& maps;
   ChannelGradientShared& s;
-  int thread, lane;                  // the thread of all that work
+  uint32_t state;  // the thread of all that work, and how many items came before
+  int thread = 0, lane = 0;
   int side = 0, half = 0, warp = 0;  // the warp within the warpgroup
+  uint32_t turn = 0;
 
-  // As GradientGroup's; finds side, half and warp.
+  // What is known of the thread and of the turn from here on is computed here, from one register.
   __device__ __forceinline__ void forget() {
-    lane = opaque_below<kWarpSize>(lane);
-    thread = opaque_below<kWorkers>(thread);
+    state = static_cast<uint32_t>(opaque(static_cast<int>(state)));
+    thread = static_cast<int>(state % kWorkers);
+    lane = thread % kWarpSize;
+    turn = state / kWorkers;
     const int at = __shfl_sync(kAllLanes, thread / kWarpSize, 0);
     side = at / kGroupWarps % kSides;
     half = at / (kSides * kGroupWarps);
     warp = at % kGroupWarps;
   }
+
+  __device__ __forceinline__ const Item& item_now() const { return s.items[turn % 2]; }
+  __device__ __forceinline__ const ChannelNumbers& numbers_now() const { return s.numbers[turn % 2]; }
 
   // Where its tokens begin, its 64 channels or value columns, and of the channels the warp's 16; tile m of its tokens.
   __device__ __forceinline__ int first_token() const { return kHalfRows * half; }
@@ -111,8 +118,8 @@ struct ChannelGradientGroup {
     yv[8] = odd ? c[1][3] : c[1][2];
   }
 
-  // Step 1.
-  __device__ __forceinline__ void writes(const ChannelNumbers& numbers) const {
+  // Step 1, and the gates where maps bring them: the rows of step 3 take their place.
+  __device__ __forceinline__ void writes(const ChannelNumbers& numbers, ChannelSums& gates) const {
     const StatesTile S(s.S);
     const Keys reader(s.reader), bD(s.v);
     const LowerTile J(s.pairs.A);
@@ -124,6 +131,7 @@ struct ChannelGradientGroup {
       wgmma<kType, kHalfRows>(X, S.along_rows(first_of_side(), m), reader.along_rows(first_token(), m), m > 0);
     }
     wgmma_commit();
+    if (stores_side()) wait_stores_read<0>();  // dg of the item before, in whose place rows go after the next barriers
     if (half == 0) dot_values();
     uint32_t v[kHalfTiles][4];
 #pragma unroll
@@ -151,6 +159,10 @@ struct ChannelGradientGroup {
       wgmma<kType, kHalfRows>(X, bD.along_columns(first_of_side(), m), J.along_rows(first_token(), m));
     }
     wgmma_commit();
+    if (maps.has_gates) {
+      s.gates_filled.wait(turn % 2);
+      read_gates(gates_place(true), gates);
+    }
     wgmma_wait<0>(X);
 #pragma unroll
     for (int m = 0; m < kHalfTiles; ++m) {
@@ -185,16 +197,17 @@ struct ChannelGradientGroup {
   }
 
   // Step 3: c in place of the gates, and the totals of the warpgroup's tiles. Returns whether all of the thread's are mild.
-  __device__ __forceinline__ bool sum_gates(const Item& item, ChannelSums& c, OfChannels (&total)[kHalfTiles]) const {
+  __device__ __forceinline__ bool sum_gates(const Item& item, const ChannelGate& gate, ChannelSums& c,
+                                            OfChannels (&total)[kHalfTiles]) const {
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
     const OwnGates own = own_gates(item);
     chunk_16bit::with_gate_kind(p, [&](auto kind) {
-      const ChannelGate gate(p, item.head, own);
+      const float rate = decltype(kind)::value == GateKind::kGiven ? 0.0f : gate.rate();
 #pragma unroll
       for (auto& tile : c) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          tile[e] = log2_of_gate<decltype(kind)::value>(p, gate.rate, gate.bias[e / 2], tile[e]);
+          tile[e] = log2_of_gate<decltype(kind)::value>(p, rate, gate.bias[e / 2], tile[e]);
         }
       }
     });
@@ -230,7 +243,7 @@ struct ChannelGradientGroup {
   // The rising and falling rows of the warpgroup's channels and tokens.
   __device__ __forceinline__ void make_rows(const ChannelNumbers& numbers, const ChannelSums& c,
                                             const OfChannels (&total)[kHalfTiles]) const {
-    const Keys q(s.q), k(s.k), rising_q(s.rising_q), rising_k(s.rising_k), falling(s.falling);
+    const Keys q(s.q), k(s.k), rising_q(s.rows[kRisingQ]), rising_k(s.rows[kRisingK]), falling(s.rows[kFalling]);
 #pragma unroll
     for (int m = 0; m < kHalfTiles; ++m) {
       TileWords of_q, of_k, of_fall;
@@ -278,7 +291,7 @@ struct ChannelGradientGroup {
   __device__ __forceinline__ void end_gradients(const OfChannels (&total)[kHalfTiles],
                                                 const OfChannels (&other)[kHalfTiles], const ChannelSums& F,
                                                 OfChannels& dg) const {
-    const Keys falling(s.falling);
+    const Keys falling(s.rows[kFalling]);
     OfChannels written = {0, 0};
 #pragma unroll
     for (int m = 0; m < kHalfTiles; ++m) {
@@ -319,7 +332,7 @@ struct ChannelGradientGroup {
   template <int kFrom>
   __device__ __forceinline__ void read_tile(int r, const OfChannels& total, float scale, float one, ChannelSums& X_q,
                                             ChannelSums& X_k) const {
-    const Keys falling(s.falling);
+    const Keys falling(s.rows[kFalling]);
     const float low = exp2_approx(total[0]), high = exp2_approx(total[1]);
     scale_tiles<kFrom, kHalfTiles>(scale * low, scale * high, one, X_q);
     scale_tiles<kFrom, kHalfTiles>(low, high, one, X_k);
@@ -334,9 +347,9 @@ struct ChannelGradientGroup {
     const int channel = first_of_side(), column = first_token();
     scale_tiles<0, kTo>(exp2_approx(total[0]), exp2_approx(total[1]), one, F);
     wgmma_fence(F);
-    wgmma<kType, kHalfRows>(F, Keys(s.rising_q).along_columns(channel, r),
+    wgmma<kType, kHalfRows>(F, Keys(s.rows[kRisingQ]).along_columns(channel, r),
                             LowerTile(s.pairs.P).along_columns(column, r));
-    wgmma<kType, kHalfRows>(F, Keys(s.rising_k).along_columns(channel, r),
+    wgmma<kType, kHalfRows>(F, Keys(s.rows[kRisingK]).along_columns(channel, r),
                             LowerTile(s.pairs.A).along_columns(column, r));
     wgmma_commit();
   }
@@ -410,29 +423,23 @@ struct ChannelGradientGroup {
     if constexpr (kNorm) place(lane / 16 == 0 ? kAlongQ : kAlongK, lane / 4 % 4) = sum_over_channels(along, lane);
   }
 
-  // dg of a tile in `terms`, what a token adds; dg after the tile becomes that before it.
+  // dg of a tile in place of what its tokens add; dg after the tile becomes that before it.
   __device__ __forceinline__ void sum_back(float (&terms)[2][4], OfChannels& dg) const {
+    float left[4] = {dg[0], dg[0], dg[1], dg[1]}, right[4] = {dg[0], dg[0], dg[1], dg[1]};
+    sum_tokens<false>(terms[1], terms[0], lane, right, left);
 #pragma unroll
-    for (int i = 1; i >= 0; --i) {
+    for (int h = 0; h < 2; ++h) dg[h] = __shfl_sync(kAllLanes, left[2 * h], 0, 4);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float &first = terms[i][2 * h], &second = terms[i][2 * h + 1];
-        const float2 others = sum_after(first + second, lane % 4);
-        const float after = dg[h] + others.x;
-        first = after + (first + second);
-        second = after + second;
-        dg[h] += others.y;
-      }
-    }
+    for (int e = 0; e < 4; ++e) terms[0][e] = left[e], terms[1][e] = right[e];
   }
 
   // What the tokens of a tile add to dg.
   __device__ __forceinline__ void add_terms(int m, const OfChannels& total, const ChannelSums& X_q,
                                             const ChannelSums& X_k, const ChannelSums& F, float (&terms)[2][4]) const {
     TileWords rising_q, rising_k, falling;
-    Keys(s.rising_q).load_c_transposed(tile_row(m), block_of_channels(), lane, rising_q);
-    Keys(s.rising_k).load_c_transposed(tile_row(m), block_of_channels(), lane, rising_k);
-    Keys(s.falling).load_c_transposed(tile_row(m), block_of_channels(), lane, falling);
+    Keys(s.rows[kRisingQ]).load_c_transposed(tile_row(m), block_of_channels(), lane, rising_q);
+    Keys(s.rows[kRisingK]).load_c_transposed(tile_row(m), block_of_channels(), lane, rising_k);
+    Keys(s.rows[kFalling]).load_c_transposed(tile_row(m), block_of_channels(), lane, falling);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float inverse = exp2_approx(-total[h]);
@@ -483,25 +490,109 @@ struct ChannelGradientGroup {
     }
   }
 
+  __device__ __forceinline__ unsigned char* gates_place(bool first) const {
+    return s.gates(args.chunk.problem.g.dtype == DType::kF32, first);
+  }
+  // The gates as the maps have brought them to `place`, and dg as it leaves from there. Of 32 bits, four elements lie where
+  // eight of 16 bits do.
+  template <class Body>
+  __device__ __forceinline__ void for_each_wide(unsigned char* place, const Body& body) const {
+    const int block = block_of_channels();
+    const uint32_t own = static_cast<uint32_t>(block / 2 * kPanelBytes);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int row = first_token() + 2 * (lane % 4) + e % 2, segment = 4 * (block % 2) + e / 2 * 2 + lane / 16;
+      const uint32_t at = own + static_cast<uint32_t>(128 * row + ((segment ^ row) & 7) * 16 + lane / 4 % 4 * 4);
+#pragma unroll
+      for (int n = 0; n < kHalfRows / 8; ++n) body(n, e, *reinterpret_cast<float*>(place + at + 8 * 128 * n));
+    }
+  }
+  __device__ __forceinline__ void read_gates(unsigned char* place, ChannelSums& x) const {
+    with_type(args.chunk.problem.g.dtype, [&](auto type) {
+      constexpr DType kGate = decltype(type)::value;
+      if constexpr (kGate == DType::kF32) {
+        for_each_wide(place, [&](int n, int e, const float& gate) { x[n][e] = gate; });
+      } else {
+#pragma unroll
+        for (int m = 0; m < kHalfTiles; ++m) {
+          TileWords words;
+          Keys(place).load_c_transposed(tile_row(m), block_of_channels(), lane, words);
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            const float2 pair = unpack<kGate>(words[w]);
+            x[2 * m + w / 2][w % 2 * 2] = pair.x;
+            x[2 * m + w / 2][w % 2 * 2 + 1] = pair.y;
+          }
+        }
+      }
+    });
+  }
+  __device__ __forceinline__ void write_gates(unsigned char* place, const ChannelSums& x) const {
+    with_type(args.chunk.problem.g.dtype, [&](auto type) {
+      constexpr DType kGate = decltype(type)::value;
+      if constexpr (kGate == DType::kF32) {
+        for_each_wide(place, [&](int n, int e, float& gate) { gate = x[n][e]; });
+      } else {
+#pragma unroll
+        for (int m = 0; m < kHalfTiles; ++m) {
+          TileWords words;
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            const float(&tile)[4] = x[2 * m + w / 2];
+            words[w] = pack<kGate>(tile[w % 2 * 2], tile[w % 2 * 2 + 1]);
+          }
+          Keys(place).store_c_transposed(tile_row(m), block_of_channels(), lane, words);
+        }
+      }
+    });
+  }
+
+  // By one thread of a side, when all of it have written dg, and have read the gates.
+  __device__ __forceinline__ void store_gates(const Item& item) const {
+    fence_async_proxy();
+    side_barrier(side);
+    if (!stores_side()) return;
+    const bool wide = args.chunk.problem.g.dtype == DType::kF32;
+    if (args.dg.present()) {
+      const RowsPlace at = rows_of(item, item.head);
+      const uint32_t from =
+          shared_address(gates_place(false)) + static_cast<uint32_t>(side * (wide ? 2 : 1) * kPanelBytes);
+      const int column = first_of_side(), K = args.chunk.problem.head_dim_k;
+      if (column < K) store_box(maps.dg, {column, at.head, at.missing, at.end, at.batch}, from);
+      if (wide && column + kGroupColumns / 2 < K) {
+        store_box(maps.dg, {column + kGroupColumns / 2, at.head, at.missing, at.end, at.batch}, from + kPanelBytes);
+      }
+    }
+    commit_stores();
+    if (wide) {
+      wait_stores_read<0>();
+      s.gates_free.arrive();
+    }
+  }
+
   // From dg to the gradient of what the gate tensor holds, and the chunk's share of the gate's parameters.
-  __device__ __forceinline__ void finish_gates(const Item& item, ChannelSums& dg) const {
+  __device__ __forceinline__ void finish_gates(const Item& item, const ChannelGate& gate, ChannelSums& dg) const {
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
     const OwnGates own = own_gates(item);
-    const bool parameters = args.parameter_parts != nullptr;
     OfChannels bias = {0, 0};
     float a_log = 0;
     if (p.gate_in_kernel) {
       ChannelSums x;
-      load_channel_gates(p, item, own, x);
-      const ChannelGate gate(p, item.head, own);
+      if (maps.has_gates) {
+        s.gates_again.wait(turn % 2);
+        read_gates(gates_place(false), x);
+        __syncwarp();
+      } else {
+        load_channel_gates(p, item, own, x);
+      }
       own.clear_others(dg);
+      const float rate = gate.rate();
       chunk_16bit::with_gate_kind(p, [&](auto kind) {
 #pragma unroll
         for (int n = 0; n < 2 * kHalfTiles; ++n) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const GateTerms terms =
-                chunk_16bit::gate_of<decltype(kind)::value>(p, x[n][e], gate.rate, gate.bias[e / 2]);
+            const GateTerms terms = chunk_16bit::gate_of<decltype(kind)::value>(p, x[n][e], rate, gate.bias[e / 2]);
             a_log = fmaf(terms.a_log, dg[n][e], a_log);
             dg[n][e] *= terms.dx;
             bias[e / 2] += dg[n][e];
@@ -510,32 +601,46 @@ struct ChannelGradientGroup {
       });
     }
     const DeviceTensor& out = args.dg;
-    if (out.present()) {
+    if (maps.has_gates) {
+      if (out.present()) write_gates(gates_place(false), dg);
+      store_gates(item);
+    } else if (out.present()) {
       with_type(out.dtype, [&](auto type) {
         constexpr DType kOut = decltype(type)::value;
         own.for_each<kOut>(out, item, [&](int n, int e, char* at) { store_float(at, kOut, 0, dg[n][e]); });
       });
     }
-    if (!parameters) return;
-    double* parts = args.parameter_parts + item.at * (1 + p.head_dim_k) + 1;
+    if (args.parameter_parts != nullptr) leave_parameters(item, own, bias, a_log);
+  }
+
+  // The chunk's share of the gate's parameters: one warp adds what all have left, and the others do not wait for it.
+  __device__ __forceinline__ void leave_parameters(const Item& item, const OwnGates& own, OfChannels& bias,
+                                                   float a_log) const {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      bias[h] = sum_over_lanes<4>(bias[h]);
-      if (half == 0 && lane % 4 == 0) s.exchange.bias[own.channel + 8 * h] = bias[h];
+    for (int distance = 2; distance > 0; distance /= 2) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) bias[h] += __shfl_xor_sync(kAllLanes, bias[h], distance);
+      a_log += __shfl_xor_sync(kAllLanes, a_log, distance);
     }
-    a_log = sum_over_lanes<kWarpSize>(a_log);
-    if (lane == 0) s.exchange.a_log[thread / kWarpSize] = a_log;
+    a_log += __shfl_xor_sync(kAllLanes, a_log, 4);
+    if (lane % 4 == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) s.exchange.bias[half][own.channel + 8 * h] = bias[h];
+      if (lane % 8 == 0) s.exchange.a_log[thread / 8] = a_log;
+    }
+    if (thread < kWorkers - kWarpSize) return arrive_at_named_barrier<kSharesReady>(kWorkers);
     named_barrier<kSharesReady>(kWorkers);
+    const int64_t K = args.chunk.problem.head_dim_k;
+    double* parts = args.parameter_parts + item.at * (1 + K) + 1;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (half == 1 && lane % 4 == 0 && 8 * h < own.columns) {
-        parts[own.channel + 8 * h] = double{s.exchange.bias[own.channel + 8 * h]} + bias[h];
-      }
+    for (int i = 0; i < kWidth / kWarpSize; ++i) {
+      const int channel = kWarpSize * i + lane;
+      if (channel < K) parts[channel] = double{s.exchange.bias[0][channel]} + s.exchange.bias[1][channel];
     }
-    if (thread != 0) return;
-    double sum = 0;
-    for (const float part : s.exchange.a_log) sum += part;
-    parts[-1] = sum;
+    double sum = double{s.exchange.a_log[lane]} + s.exchange.a_log[kWarpSize + lane];
+#pragma unroll
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+    if (lane == 0) parts[-1] = sum;
   }
 
   // The totals of the tokens' sums, by a thread each; with them dbeta.
@@ -561,30 +666,39 @@ struct ChannelGradientGroup {
     }
   }
 
+  // What the thread has of q or k, which the norm needs.
+  using Rows = TileWords[kHalfTiles];
+  __device__ __forceinline__ void load_rows(const Keys& rows, Rows& words) const {
+    if constexpr (kNorm) {
+#pragma unroll
+      for (int m = 0; m < kHalfTiles; ++m) rows.load_c_transposed(tile_row(m), block_of_channels(), lane, words[m]);
+    }
+  }
+
   // dq or dk, through the norm, to the place of q or k. `along` has the factors rstd^2 x . dx.
-  __device__ __forceinline__ void leave(const Keys& rows, const float* rstd, const float* along,
-                                        const ChannelSums& y) const {
+  __device__ __forceinline__ void leave(const Keys& rows, const float* rstd, const float* along, const ChannelSums& y,
+                                        Rows& words) const {
 #pragma unroll
     for (int m = 0; m < kHalfTiles; ++m) {
-      TileWords words;
-      if constexpr (kNorm) rows.load_c_transposed(tile_row(m), block_of_channels(), lane, words);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int n = 2 * m + i;
         const float2 on = norm_of(rstd, n), sum = norm_of(along, n);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
+          uint32_t& word = words[m][2 * i + h];
           float2 dx = make_float2(y[n][2 * h], y[n][2 * h + 1]);
           if constexpr (kNorm) {
-            const float2 x = unpack<kType>(words[2 * i + h]);
+            const float2 x = unpack<kType>(word);
             dx = make_float2(fmaf(-sum.x, x.x, on.x * dx.x), fmaf(-sum.y, x.y, on.y * dx.y));
           }
-          words[2 * i + h] = pack<kType>(dx.x, dx.y);
+          word = pack<kType>(dx.x, dx.y);
         }
       }
-      __syncwarp();
-      rows.store_c_transposed(tile_row(m), block_of_channels(), lane, words);
     }
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < kHalfTiles; ++m) rows.store_c_transposed(tile_row(m), block_of_channels(), lane, words[m]);
   }
 
   // By one thread of a side.
@@ -603,19 +717,13 @@ struct ChannelGradientGroup {
       store_box(maps.dk, {column, at.head, at.missing, at.end, at.batch}, Keys(s.k).panel(side));
     }
     commit_stores();
-    wait_stores_read<0>();
-    s.keys_free.arrive();
   }
 
-  // The half's share of dg after the last token, and what its tokens add to dg before them.
-  __device__ __forceinline__ void leave_ends(const OfChannels& end, const OfChannels& added) const {
+  // A half's share of dg after the last token, or what the second half's tokens add to dg before them.
+  __device__ __forceinline__ void leave(float (&place)[kWidth], const OfChannels& x) const {
     if (lane % 4 != 0) return;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int channel = 16 * block_of_channels() + lane / 4 + 8 * h;
-      s.exchange.end[half][channel] = end[h];
-      if (half == 1) s.exchange.after_first[channel] = added[h];
-    }
+    for (int h = 0; h < 2; ++h) place[16 * block_of_channels() + lane / 4 + 8 * h] = x[h];
   }
 
   // dg after the half's last token.
@@ -635,48 +743,58 @@ struct ChannelGradientGroup {
   }
 
   // Step 5. `end`: the half's share of dg after the last token.
-  __device__ __forceinline__ void finish(const Item& item, const ChannelNumbers& numbers, const ChannelSums& c,
-                                         const OfChannels (&total)[kHalfTiles], const OfChannels& end, ChannelSums& X_q,
-                                         ChannelSums& X_k, ChannelSums& F) {
+  __device__ __forceinline__ void finish(const ChannelSums& c, const OfChannels (&total)[kHalfTiles],
+                                         const OfChannels& end, ChannelSums& X_q, ChannelSums& X_k, ChannelSums& F) {
     // Here, because `yv` may be that of the next item when the sums are complete.
     if (thread < kChunkRows) s.exchange.total[kOfBeta][thread] = s.yv[0][thread] + s.yv[1][thread];
+    leave(s.exchange.end[half], end);
+    forget();
     OfChannels added = {0, 0};
 #pragma unroll
     for (int m = kHalfTiles - 1; m >= 0; --m) {
       float of_beta[4] = {}, along[8] = {};
-      if (tile_row(m) < item.span.length) {  // else all sums are 0
+      if (tile_row(m) < item_now().span.length) {  // else all sums are 0
         float terms[2][4];
         add_terms(m, total[m], X_q, X_k, F, terms);
-        finish_tile(m, numbers, c, total[m], X_q, X_k, F, of_beta, along);
+        forget();
         sum_back(terms, added);
+        finish_tile(m, numbers_now(), c, total[m], X_q, X_k, F, of_beta, along);
 #pragma unroll
         for (int e = 0; e < 4; ++e) X_k[2 * m][e] = terms[0][e], X_k[2 * m + 1][e] = terms[1][e];
       }
       leave_sums(m, of_beta, along);
     }
-    leave_ends(end, added);
     forget();
-    add_group(item, 0, X_q);
-    add_group(item, 1, F);
+    if (half == 1) leave(s.exchange.after_first, added);
+    add_group(item_now(), 0, X_q);
+    add_group(item_now(), 1, F);
     named_barrier<kPartsReady>(kWorkers);
+    // It comes while dq and dk leave.
+    const ChannelGate gate(args.chunk.problem, item_now().head, own_gates(item_now()));
     add_ends(X_k);
     fence_async_proxy();
     release(s.pairs_free, lane);
-    finish_sums(item, numbers);
-    if (item.last) {
+    finish_sums(item_now(), numbers_now());
+    if (item_now().last) {
+      Rows q, k;  // on their way while the warps meet
+      load_rows(Keys(s.q), q);
+      load_rows(Keys(s.k), k);
       if constexpr (kNorm) named_barrier<kTotalsReady>(kWorkers);
       forget();
-      leave(Keys(s.q), numbers.rstd_q, s.exchange.total[kAlongQ], X_q);
-      leave(Keys(s.k), numbers.rstd_k, s.exchange.total[kAlongK], F);
-      store_keys(item);
+      leave(Keys(s.q), numbers_now().rstd_q, s.exchange.total[kAlongQ], X_q, q);
+      leave(Keys(s.k), numbers_now().rstd_k, s.exchange.total[kAlongK], F, k);
+      store_keys(item_now());
     }
     forget();
-    finish_gates(item, X_k);
+    finish_gates(item_now(), gate, X_k);
+    if (item_now().last && stores_side()) {  // dq and dk have long been read; dg may be on its way
+      maps.has_gates ? wait_stores_read<1>() : wait_stores_read<0>();
+      s.keys_free.arrive();
+    }
   }
 
   // Steps 2 to 5, of the gates in `c`. Returns whether the item is strong, and nothing of it was finished.
-  __device__ __forceinline__ bool gradients(const Item& item, const ChannelNumbers& numbers, uint32_t turn,
-                                            ChannelSums& c) {
+  __device__ __forceinline__ bool gradients(const ChannelGate& gate, ChannelSums& c) {
     const Keys d_o(s.d_o);
     const StatesTile S(s.S), G(s.G);
     const WrittenTile Y(s.Y), R(s.reader);
@@ -709,12 +827,15 @@ struct ChannelGradientGroup {
         wgmma<kType, kHalfRows>(X_k, S.along_columns(first_of_side(), m), Y.along_columns(first_token(), m), m > 0);
       }
       wgmma_commit();
-      if (!sum_gates(item, c, total)) s.strong[turn % 2] = 1;
+      if (!sum_gates(item_now(), gate, c, total)) s.strong[turn % 2] = 1;
       forget();
       wgmma_wait<1>(x);
       make_pairs(x);
     }
     if (thread == 0) s.strong[(turn + 1) % 2] = 0;
+    const bool waits =
+        item_now().first;  // read before the products, behind which loads from shared memory stand in line
+    const uint32_t keys = s.keys[turn % 2] % 2;
     s.third_filled.wait(turn % 2);
     wgmma_fence(F);
 #pragma unroll
@@ -722,9 +843,9 @@ struct ChannelGradientGroup {
       wgmma<kType, kHalfRows>(F, G.along_columns(first_of_side(), m), R.along_columns(first_token(), m), m > 0);
     }
     wgmma_commit();
-    if (item.first) s.keys_filled.wait(s.keys[turn % 2] % 2);
+    if (waits) s.keys_filled.wait(keys);
     forget();
-    make_rows(numbers, c, total);
+    make_rows(numbers_now(), c, total);
     dot_states(end);
     fence_async_proxy();
     named_barrier<kChannelPairsReady>(kWorkers);
@@ -738,33 +859,40 @@ struct ChannelGradientGroup {
     named_barrier<kRoundsDone>(kWorkers);
     forget();
     if (!strong) {
-      finish(item, numbers, c, total, end, X_q, X_k, F);
+      finish(c, total, end, X_q, X_k, F);
     } else {
+      fence_async_proxy();
       release(s.pairs_free, lane);
-      if (item.last && stores_side()) s.keys_free.arrive();
+      if (maps.has_gates && args.chunk.problem.gate_in_kernel) s.gates_again.wait(turn % 2);
+      if (stores_side()) {
+        if (item_now().last) s.keys_free.arrive();
+        if (maps.has_gates && args.chunk.problem.g.dtype == DType::kF32) s.gates_free.arrive();
+      }
     }
     return strong;
   }
 
   __device__ __forceinline__ void run() {
-    for (uint32_t turn = 0;; ++turn) {
-      s.numbers_filled[turn % 2].wait(turn / 2 % 2);
-      const Item& item = s.items[turn % 2];
-      const ChannelNumbers& numbers = s.numbers[turn % 2];
-      if (item.span.sequence < 0) return;
+    for (;; state += kWorkers) {
       forget();
+      s.numbers_filled[turn % 2].wait(turn / 2 % 2);
+      if (item_now().span.sequence < 0) break;
+      const Item& item = item_now();
       ChannelSums c;
-      load_channel_gates(args.chunk.problem, item, own_gates(item), c);  // they come while step 1 works
+      const OwnGates own = own_gates(item);
+      const ChannelGate gate(args.chunk.problem, item.head, own);  // it and the gates come while step 1 works
+      if (!maps.has_gates) load_channel_gates(args.chunk.problem, item, own, c);
       s.first_filled.wait(turn % 2);
-      writes(numbers);
+      writes(numbers_now(), c);
       fence_async_proxy();
       named_barrier<kChannelWritesReady>(kWorkers);
       forget();
       s.second_filled.wait(turn % 2);
-      const bool strong = gradients(item, numbers, turn, c);
-      if (thread == 0 && (strong || item.first)) args.left[item.pair] = strong;
+      const bool strong = gradients(gate, c);
+      if (thread == 0 && (strong || item_now().first)) args.left[item_now().pair] = strong;
       release(s.numbers_free[turn % 2], lane);
     }
+    if (stores_side()) wait_stores_read<0>();
   }
 };
 
@@ -786,6 +914,9 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     s.third_filled.init(1);
     s.states_free.init(kWorkerWarps);
     s.pairs_free.init(kWorkerWarps);
+    s.gates_filled.init(1);
+    s.gates_again.init(1);
+    s.gates_free.init(2);
     fence_barrier_init();
   }
   wait_for_previous_kernels();
@@ -795,13 +926,13 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     give_registers<kChannelBringerRegisters>();
     const int role = warp - kWorkerWarps;
     if (role == kBringers) {
-      prefetch_gates(args, s, lane);
+      GateBringer{args, maps, s, lane}.run();
     } else if (elect_one()) {
       ChannelBringer{args, maps, s}.run(role);
     }
   } else {
     take_registers<kChannelGradientRegisters>();
-    ChannelGradientGroup<kType, kNorm>{args, maps, s, static_cast<int>(threadIdx.x), lane}.run();
+    ChannelGradientGroup<kType, kNorm>{args, maps, s, threadIdx.x}.run();
   }
 }
 

@@ -13,8 +13,10 @@ struct ChannelGradientMaps {
   TensorMap k, q, v, d_o, dq, dk;  // token_map with boxes of 64 x 64; dq and dk unused where nobody wants them
   TensorMap keys;                  // copies_map
   LowerMaps lower;
-  TensorMap S;     // states_map
-  TensorMap G, Y;  // rows_map
+  TensorMap S;             // states_map
+  TensorMap G, Y;          // rows_map
+  bool has_gates = false;  // the gates, and dg if anybody wants it, have one type and are in maps
+  TensorMap g{}, dg{};     // token_map with boxes of 64 rows of 128 bytes
 };
 
 size_t channel_gradients_bytes();  // of shared memory in a block
