@@ -241,7 +241,7 @@ struct WorkGroup {
     round_sums<kType, kKeySteps<kK>>(S, rS);
     Fragments<kTokenSteps> rO;
     const int chunks = walk().chunks;
-    constexpr bool saves = Shape::kSavesByMap;
+    const bool saves = saves_by_map<Shape>(maps);
     if (chunks > 0) s.of_late.filled[0].wait(0);
     for (int c = 0; c < chunks; ++c) {
       if (!saves) columns().save_chunk_state(c, rS, S);
@@ -262,7 +262,9 @@ struct WorkGroup {
       // No address in shared memory is computed before the loop and kept: registers are short.
       const WorkGroup anew{args, maps, s, group, warp, opaque_below<kWarpSize>(lane)};
       if (c > 0) anew.put_outputs(rO);
-      if constexpr (saves) anew.put_state(rS);
+      if constexpr (Shape::kSavesByMap) {
+        if (saves) anew.put_state(rS);
+      }
       s.of_early.filled[turn.early.at].wait(turn.early.parity, early_filled);
       wgmma_fence(O);
 #pragma unroll

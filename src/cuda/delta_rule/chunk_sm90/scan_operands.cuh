@@ -98,6 +98,12 @@ struct Block {
   static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 };
 
+// Whether the states before the chunks leave by TMA. Asked at run time, though it is known: else ptxas spills.
+template <class Shape>
+__device__ __forceinline__ bool saves_by_map(const ScanMaps& maps) {
+  return Shape::kSavesByMap && maps.has_states;
+}
+
 // The warpgroup that serves the others
 // ----------------------------------------------------------------------------------------------------------
 
@@ -167,7 +173,7 @@ __device__ __forceinline__ void store_leaving(const ForwardArgs& args, const Sca
     }
     if constexpr (Shape::kSavesByMap) {
       const int64_t chunk = first_chunk_of(args.chunked, part.sequence) + walk.position + c;
-      if (c == walk.chunks || chunk >= args.state_chunks) continue;
+      if (!saves_by_map<Shape>(maps) || c == walk.chunks || chunk >= args.state_chunks) continue;
       const StateTile<Shape::kWidth> S(s.state[i]);
 #pragma unroll
       for (int p = 0; p < S.kPanels; ++p) {
@@ -196,7 +202,7 @@ __device__ __forceinline__ void serve(const ForwardArgs& args, const ScanMaps& m
   } else if constexpr (!Shape::kMakesMaps) {
     if (chunks == 0) return;
     uint32_t parity = 0;
-    for (int c = Shape::kSavesByMap ? 0 : 1; c <= chunks; ++c, parity ^= 1) {
+    for (int c = saves_by_map<Shape>(maps) ? 0 : 1; c <= chunks; ++c, parity ^= 1) {
       store_leaving<Shape>(args, maps, s, c, parity);
     }
   }
