@@ -52,8 +52,9 @@ struct GradientArgs {
   uint16_t* Y = nullptr;  // [slots][HV][padded_v][64], transposed: a row per value column, 0 beyond the chunk's tokens
   int padded_v = 0;       // a multiple of 64; rows from V on are 0
   BackProgress progress;  // absent: the gradients begin when the scan back has ended
-  // The kernel before the scan back is that of the gradients of the window before, of which it needs nothing.
-  bool follows_gradients = false;
+  // The kernel before the scan back is that of the gradients of the window before, of which it needs nothing; and the scan
+  // back over the next window will say so of those of this one.
+  bool follows_gradients = false, next_follows = false;
 
   // The chunk's share of dA_log and ddt_bias, [chunks][HV][1 + width], width K per channel, else 1; absent where the
   // gate has no parameters.

@@ -31,6 +31,15 @@ int columns_of(const DeltaRuleBackwardProblem& problem) {
   return scan_columns(problem.sizes, problem.sizes.num_sequences, problem.args.in.q.device.index);
 }
 
+// Whether the scan back has blocks for most of the device. Fewer get places far from each other if the device is free when they
+// come, two to a pair of multiprocessors if they come one by one, and take longer (measured on an H200: 64 blocks).
+bool fills_device(const DeltaRuleBackwardProblem& problem) {
+  const DeltaRuleSizes& sizes = problem.sizes;
+  const int columns = columns_of(problem);
+  const int64_t blocks = sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns);
+  return 3 * blocks >= 2 * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
+}
+
 // Whether gradients.cuh takes these widths.
 bool takes_gradients(const DeltaRuleSizes& sizes) {
   return sizes.head_dim_k <= kMostK && sizes.head_dim_v <= kMostGradientColumns;
@@ -259,7 +268,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
     if (takes_gradients(problem.sizes)) {
       kernels.gradients_on_one = gradients_on_one(columns_of_gradients(problem.sizes));
       kernels.sums_keys = false;
-      kernels.follow = scans_back;
+      kernels.follow = scans_back && fills_device(problem);
       kernels.gradients = [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); };
     }
   }

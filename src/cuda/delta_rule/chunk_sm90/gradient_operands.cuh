@@ -51,7 +51,7 @@ struct GradientSums {
 // Step 1 waits for `first_filled`: v, J, S and Y; step 2 for `second_filled`: d_o and sP, and `third_filled`: G.
 //
 // The kernel may start beside the scan back, which has waited for all kernels before: only for G and Y it waits. Then the scan
-// back over the next window may start, which finds free multiprocessors when the first blocks have no pairs left.
+// back over the next window may start if it follows, which finds free multiprocessors when the first blocks have no pairs left.
 //
 // For a padded K and kGroups warpgroups that work.
 template <int kK, int kGroups>
@@ -176,7 +176,7 @@ struct Bringer {
     }
     if (turn == 0) {
       wait_for_previous_kernels();
-      let_next_kernel_start();
+      if (args.next_follows) let_next_kernel_start();
     }
     load_rows(WrittenTile(s.Y), maps.Y, args.padded_v, static_cast<int>(item.slot), s.first_filled);
   }
