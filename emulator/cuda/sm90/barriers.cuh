@@ -48,7 +48,8 @@ inline void fence_barrier_init() {}
 inline void fence_async_proxy() {}
 inline void fence_async_proxy_global() {}
 
-inline void warpgroup_barrier(int group) { emulator::named_barrier(group + 1, 128); }
+inline void barrier_among(int threads, int id) { emulator::named_barrier(id, threads); }
+inline void warpgroup_barrier(int group) { barrier_among(128, group + 1); }
 
 inline bool elect_one() {
   emulator::together(

@@ -88,11 +88,14 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 // starts.
 __device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// A barrier among the threads of a warpgroup, one of at most 15 in its block. It is named barrier `group` + 1
-// (instructions.cuh), a number that need not be known when the kernel is compiled.
-__device__ __forceinline__ void warpgroup_barrier(int group) {
-  asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+// A barrier among `threads` threads of the block, in whole warps: named barrier `id` (instructions.cuh), a number that need not
+// be known when the kernel is compiled.
+__device__ __forceinline__ void barrier_among(int threads, int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+
+// Among the threads of a warpgroup, one of at most 15 in its block.
+__device__ __forceinline__ void warpgroup_barrier(int group) { barrier_among(128, group + 1); }
 
 // True for one lane of the warp, all of whose lanes call it: the same one at every call.
 __device__ __forceinline__ bool elect_one() {
