@@ -71,6 +71,17 @@ DeltaRuleResults run(const DeltaRuleCase& problem, const Context& context) {
 
 void expect_as_reference(const DeltaRuleCase& problem, int chunks) {
   expect_close(problem, run(problem, cut_into(chunks)), support::forward(problem, reference_context(), true));
+  expect_close(problem, support::backward(problem, cut_into(chunks)),
+               support::backward(support::in_double(problem), reference_context()));
+}
+
+constexpr const char* kGradientsOfTokens[] = {"dq", "dk", "dv", "dg", "dbeta"};
+
+// Those of tokens [begin, end) are all the gradients that a call has.
+void expect_gradients_of(const DeltaRuleResults& part, const DeltaRuleResults& whole, int64_t begin, int64_t end) {
+  for (const char* name : kGradientsOfTokens) {
+    EXPECT_TRUE(support::same_bits(*part.find(name), slice(*whole.find(name), 1, begin, end))) << name;
+  }
 }
 
 // Decays so weak that what a segment begins with still counts where it ends.
@@ -122,12 +133,14 @@ TEST_P(Sm90Segments, TheBatchDoesNotShow) {
   const DeltaRuleResults all = run(packed, cut_into(1));
   const int64_t begin = 64 + 5 + 63, end = begin + 130;
   DeltaRuleCase one = slice_tokens(packed, begin, end);
-  one.cu_seqlens = {};
-  one.spec.cu_seqlens = {};
   one.initial_state = slice(packed.initial_state, 0, 4, 5);
+  one.d_final_state = slice(packed.d_final_state, 0, 4, 5);
   const DeltaRuleResults alone = run(one, cut_into(1));
   EXPECT_TRUE(support::same_bits(alone.o, slice(all.o, 1, begin, end)));
   EXPECT_TRUE(support::same_bits(alone.final_state, slice(all.final_state, 0, 4, 5)));
+  const DeltaRuleResults all_back = support::backward(packed, cut_into(1)), back = support::backward(one, cut_into(1));
+  expect_gradients_of(back, all_back, begin, end);
+  EXPECT_TRUE(support::same_bits(back.d_initial_state, slice(all_back.d_initial_state, 0, 4, 5)));
 }
 
 // A call that is cut behind four segments, the state handed over: the same bits.
@@ -144,12 +157,32 @@ TEST_P(Sm90Segments, CutsBehindFourDoNotShow) {
   EXPECT_TRUE(support::same_bits(tail.chunk_states, slice(whole.chunk_states, 1, 4, 9)));
 }
 
+// The same of gradients, where something is behind the cut and where the second call has a tail alone.
+TEST_P(Sm90Segments, CutsBehindFourDoNotShowInGradients) {
+  for (const int64_t tokens : {64 + 64 + 9, 64 + 20, 64 + 64}) {
+    const DeltaRuleCase problem = draw(in_small_chunks(wide(GetParam(), tokens)), 6);
+    const Context context = cut_into(1);
+    const DeltaRuleResults whole = support::backward(problem, context);
+    DeltaRuleCase head = slice_tokens(problem, 0, 64), rest = slice_tokens(problem, 64, tokens);
+    rest.initial_state = run(head, context).final_state;
+    const DeltaRuleResults of_rest = support::backward(rest, context);
+    head.d_final_state = of_rest.d_initial_state;
+    const DeltaRuleResults of_head = support::backward(head, context);
+    expect_gradients_of(of_rest, whole, 64, tokens);
+    expect_gradients_of(of_head, whole, 0, 64);
+    EXPECT_TRUE(support::same_bits(of_head.d_initial_state, whole.d_initial_state));
+  }
+}
+
 // Without segments, and with ones of which no sequence has four: the bits of the scan. With them there are others.
 TEST_P(Sm90Segments, Never) {
   const DeltaRuleCase problem = draw(in_small_chunks(wide(GetParam(), 100)), 7);
   const DeltaRuleResults never = run(problem, cut_into(kNever));
   expect_same_bits(run(problem, cut_into(2)), never, "too long for the sequence");
   EXPECT_FALSE(support::same_bits(run(problem, cut_into(1)).final_state, never.final_state));
+  const DeltaRuleResults never_back = support::backward(problem, cut_into(kNever));
+  expect_same_bits(support::backward(problem, cut_into(2)), never_back, "too long for the sequence");
+  EXPECT_FALSE(support::same_bits(support::backward(problem, cut_into(1)).d_initial_state, never_back.d_initial_state));
 }
 
 TEST(Sm90SegmentConfig, TheVerboseLineNamesThem) {
@@ -170,11 +203,16 @@ TEST_P(Sm90Segments, WindowsDoNotShow) {
   const auto expect = [](const DeltaRuleSpec& spec, int chunks) {
     const DeltaRuleCase problem = draw(in_small_chunks(spec), 8);
     expect_same_bits(run(problem, cut_into(chunks, 1)), run(problem, cut_into(chunks)), "windows");
+    expect_same_bits(support::backward(problem, cut_into(chunks, 1)), support::backward(problem, cut_into(chunks)),
+                     "windows back");
   };
   expect(with_batch(wide(GetParam(), 16 * 13 + 5), 2), 3);
   expect(sized(GetParam(), 16 * 13 + 5, {128, 40}), 3);
   expect(with_lengths(wide(GetParam(), 0), {20, 0, 200, 5, 195}), 3);
   expect(with_lengths(wide(GetParam(), 0), {20, 330}), 5);
+  // Segments that begin and end with windows, with a tail and without.
+  expect(wide(GetParam(), 16 * 16), 4);
+  expect(with_lengths(wide(GetParam(), 0), {16 * 16, 16 * 4 + 7}), 1);
 }
 
 // States that a backward makes again are those that the forward kept.
@@ -217,13 +255,52 @@ TEST_P(Sm90Segments, NaNsStayWhereTheyAre) {
   for (double value : slice(results.final_state, 0, 1, 2).values()) ASSERT_TRUE(std::isnan(value));
 }
 
+// On the way back, those of d_o stay behind, and reach what comes before the segment that they are in.
+TEST_P(Sm90Segments, NaNsOfGradientsStayWhereTheyAre) {
+  DeltaRuleCase packed = draw(with_lengths(in_small_chunks(wide(GetParam(), 0)), {70, 80, 70}), 11);
+  const DeltaRuleResults clean = support::backward(packed, cut_into(1));
+  const int64_t row = packed.d_o.size() / packed.spec.T;
+  for (int64_t i = 0; i < row; ++i) packed.d_o.set((70 + 40) * row + i, kNaN);
+  const DeltaRuleResults results = support::backward(packed, cut_into(1));
+  for (const char* name : kGradientsOfTokens) {
+    const Tensor &of = *results.find(name), &expected = *clean.find(name);
+    EXPECT_TRUE(support::same_bits(slice(of, 1, 0, 70), slice(expected, 1, 0, 70))) << name;
+    EXPECT_TRUE(support::same_bits(slice(of, 1, 70 + 48, 220), slice(expected, 1, 70 + 48, 220))) << name;
+  }
+  for (double value : slice(results.dv, 1, 70, 70 + 32).values()) ASSERT_TRUE(std::isnan(value));
+  for (double value : slice(results.d_initial_state, 0, 1, 2).values()) ASSERT_TRUE(std::isnan(value));
+}
+
+// What nobody asks for changes no bit: the gradient of the initial state alone, or all but it.
+TEST_P(Sm90Segments, GradientsOfFewTensors) {
+  const DeltaRuleCase problem = draw(in_small_chunks(wide(GetParam(), 70)), 18);
+  const DeltaRuleResults all = support::backward(problem, cut_into(1));
+  for (const bool state_alone : {true, false}) {
+    DeltaRuleResults some = outputs_of(Mode::kBackward, problem);
+    const auto call = call_of(Mode::kBackward, problem, some);
+    for (const char* name : kGradientsOfTokens) {
+      if (state_alone) call[name] = {};
+    }
+    if (!state_alone) call["d_initial_state"] = {};
+    call.run(cut_into(1));
+    if (state_alone) {
+      EXPECT_TRUE(support::same_bits(some.d_initial_state, all.d_initial_state));
+    } else {
+      expect_gradients_of(some, all, 0, 70);
+    }
+  }
+}
+
 // Offsets that the host cannot refuse: the call looks at the memory around its tensors.
 TEST_P(Sm90Segments, MalformedOffsetsStayInside) {
   DeltaRuleCase problem = draw(with_lengths(in_small_chunks(wide(GetParam(), 0)), {70, 10, 20}), 12);
   const DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
   for (const std::vector<int64_t>& offsets : {std::vector<int64_t>{0, 90, 30, 100}, {-5, 1 << 30, 0, 1000}}) {
     problem.cu_seqlens = offsets_of(offsets);
-    for (size_t scratch_bytes : {0, 1}) EXPECT_NO_THROW(run_into(outputs, problem, cut_into(1, scratch_bytes)));
+    for (size_t scratch_bytes : {0, 1}) {
+      EXPECT_NO_THROW(run_into(outputs, problem, cut_into(1, scratch_bytes)));
+      EXPECT_NO_THROW(support::backward(problem, cut_into(1, scratch_bytes)));
+    }
   }
 }
 

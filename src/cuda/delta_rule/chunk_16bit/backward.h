@@ -17,8 +17,8 @@ struct BackKernels {
   int gradients_on_one;       // blocks of the gradients on a multiprocessor
   bool sums_keys;             // whether these leave sums of dq and dk in memory
   bool leaves_pairs = false;  // whether these have GradientArgs::left
-  bool follow = false;        // whether a scan back may follow them as GradientArgs::follows_gradients says
-  int segment_chunks = 0;     // as in forward_in_windows
+  bool follow = false;        // whether a scan back may follow them as GradientArgs::waits_late says
+  int segment_chunks = 0;     // as in forward_in_windows, of either scan
   // Over all chunks, as in the forward: the states before them.
   std::function<void(const chunk_sm90::ForwardArgs&)> scan_states;
   std::function<void(const GradientArgs&)> scan_back;                  // over a window

@@ -92,13 +92,15 @@ bool has_factors_of_window(const DeltaRuleBackwardProblem& problem) {
 // much and a decay belongs to a head, made small beside what a training step keeps anyway: as few windows as leave
 // kOfWindow to each, but no more than kMostWindows, because each costs time: on an H200, of 96 heads of 8192 tokens, about
 // 0.015 ms of 1.6, and with decays per channel, where none overlaps with the next, more.
-Windows back_windows(const DeltaRuleBackwardProblem& problem, const ChunkArgs& chunk, const Context& context) {
+Windows back_windows(const DeltaRuleBackwardProblem& problem, const chunk_sm90::ScanArgs& chunk,
+                     const Context& context) {
   constexpr size_t kMost = size_t{1} << 30, kMuch = size_t{320} << 20, kOfWindow = size_t{50} << 20;
   constexpr int64_t kMostWindows = 5;
   ScratchLayout one;
   if (has_factors_of_window(problem)) take_factors(one, problem, 1, true);
   const int64_t V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
   one.take<uint16_t>(problem.sizes.num_value_heads * V * (K + kChunkRows));
+  take_share_of_maps(one, chunk, chunk_sm90::kBackMapParts);
   const auto count = [&](size_t most) { return count_for(chunk, one.bytes(), most, context); };
   const bool much = !has_decay_per_channel(problem) && count(kMuch) > 1;
   return windows_of(chunk, std::max(count(kMost), much ? std::min(count(kOfWindow), kMostWindows) : 1));
@@ -113,7 +115,7 @@ struct Scratch {
   double* parameter_parts;
   float* key_sums;
   uint32_t* left;
-  SegmentScratch segments;  // of the scan forward
+  SegmentScratch segments, back_segments;  // of the scan forward, and of that back
 };
 
 // Those of BackProgress, of a chunk and a value head, and in all.
@@ -131,7 +133,7 @@ chunk_sm90::ForwardArgs forward_args(const DeltaRuleBackwardProblem& problem, co
 }
 
 Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& problem, const BackKernels& kernels,
-                     const ChunkArgs& chunk, const Windows& windows) {
+                     const chunk_sm90::ScanArgs& chunk, const Windows& windows) {
   const int64_t HV = problem.sizes.num_value_heads, V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
   const int64_t slots = chunks_of_window(chunk, windows);
   const int64_t with_factors = problem.args.kept.present()      ? 0
@@ -151,7 +153,9 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
   const int64_t key_sums = (has_decay_per_channel(problem) ? kKeySumsPerChannel : kKeySums) * kChunkRows * K;
   scratch.key_sums = layout.take<float>(kernels.sums_keys ? gradient_blocks(problem, kernels, slots) * key_sums : 0);
   scratch.left = layout.take<uint32_t>(kernels.leaves_pairs ? slots * problem.sizes.num_heads : 0);
-  scratch.segments = take_segments(layout, forward_args(problem, kernels, chunk), {chunk.window});
+  scratch.segments =
+      take_segments(layout, forward_args(problem, kernels, chunk), {chunk.window}, chunk_sm90::kForwardMapParts);
+  scratch.back_segments = take_segments(layout, chunk, windows, chunk_sm90::kBackMapParts);
   return scratch;
 }
 
@@ -250,7 +254,7 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, BackKernels ke
   }
   const bool v_first = call.options.state_v_first;
   GradientArgs args;
-  args.chunk = chunk_args(problem);
+  args.chunk = with_segments(chunk_args(problem), kernels.segment_chunks);
   args.d_o = device_tensor(call.d_o);
   args.dq = device_tensor(call.dq);
   args.dk = device_tensor(call.dk);
@@ -273,6 +277,7 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, BackKernels ke
   ScratchLayout layout(workspace.data());
   const Scratch scratch = take_scratch(layout, problem, kernels, args.chunk, windows);
   number_chunks(problem, scratch.first_chunk, args.chunk, context);
+  number_segments(scratch.back_segments, args.chunk, context);
   args.chunk.factors = call.kept.present() ? kept_factors(problem, args.chunk) : scratch.factors;
   args.chunk.factors_of_window = has_factors_of_window(problem);
   if (!call.kept.present() && !args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
@@ -294,11 +299,12 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, BackKernels ke
   for (int64_t n = 0; n < windows.count; ++n) {
     args.chunk.window = windows.at(windows.count - 1 - n);
     if (windows.count > 1) args.chunk.carried = carried_states(problem, scratch.carried, n);
+    use_segments(scratch.back_segments, n, args.chunk);
     if (beside) args.progress.counter = scratch.flags + flags + n;
     if (args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
-    const bool follow = kernels.follow && wanted && !args.chunk.factors_of_window;
-    args.follows_gradients = follow && n > 0;
-    args.next_follows = follow && n + 1 < windows.count;
+    const bool follow = kernels.follow && wanted && !args.chunk.factors_of_window && args.chunk.segments.chunks == 0;
+    args.waits_late = follow && n > 0;
+    args.next_waits_late = follow && n + 1 < windows.count;
     kernels.scan_back(args);
     if (wanted) kernels.gradients(args, gradient_blocks(problem, kernels, chunks_in_window(args.chunk)));
   }

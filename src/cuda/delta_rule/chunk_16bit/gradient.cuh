@@ -22,6 +22,7 @@
 #pragma once
 
 #include "cuda/delta_rule/chunk_16bit/chunk.cuh"
+#include "cuda/delta_rule/chunk_sm90/segments.h"
 
 namespace fastweight::cuda::chunk_16bit {
 
@@ -37,7 +38,8 @@ struct BackProgress {
 
 // What the reverse scan reads and writes beside the problem and its factors.
 struct GradientArgs {
-  ChunkArgs chunk;   // the problem, its chunks and their factors, `row` among them; o and the states unused
+  // The problem, its chunks and their factors, `row` among them, and the segments of the scan back; o and the states unused.
+  chunk_sm90::ScanArgs chunk;
   DeviceTensor d_o;  // absent: 0
   DeviceTensor dq, dk, dv, dg, dbeta;
   bool vector_d_o = false;  // rows can be copied in pieces of 16 bytes
@@ -52,9 +54,10 @@ struct GradientArgs {
   uint16_t* Y = nullptr;  // [slots][HV][padded_v][64], transposed: a row per value column, 0 beyond the chunk's tokens
   int padded_v = 0;       // a multiple of 64; rows from V on are 0
   BackProgress progress;  // absent: the gradients begin when the scan back has ended
-  // The kernel before the scan back is that of the gradients of the window before, of which it needs nothing; and the scan
-  // back over the next window will say so of those of this one.
-  bool follows_gradients = false, next_follows = false;
+  // The kernel before the scan back has waited for all that this one reads, and makes nothing of it: the gradients of the
+  // window before, or a scan back over other chunks. And the scan back over the next window will say so of the gradients of
+  // this one.
+  bool waits_late = false, next_waits_late = false;
 
   // The chunk's share of dA_log and ddt_bias, [chunks][HV][1 + width], width K per channel, else 1; absent where the
   // gate has no parameters.

@@ -157,21 +157,23 @@ WindowStates carried_states(const Problem& problem, float* data, int64_t n) {
 // The arrays that segments need, where sequences are cut: their maps, as many as a window may meet, and what windows hand
 // over of them and of the state.
 struct SegmentScratch {
-  float *maps = nullptr, *carried = nullptr, *after = nullptr;
+  float *maps = nullptr, *carried = nullptr, *composed = nullptr;
   int64_t* before = nullptr;
+  int parts = 0;
 };
 
-// Of all rows and heads, h or M of a segment.
+// Of all rows and heads, a matrix of a segment.
 inline int64_t segment_floats(const ChunkArgs& args) {
   return chunk_sm90::count_rows(args.problem.sequences) * args.problem.num_value_heads * chunk_sm90::kMapFloats;
 }
 
-inline chunk_sm90::SegmentRange segments_of_window(const chunk_sm90::ForwardArgs& args, const ChunkWindow& window) {
+inline chunk_sm90::SegmentRange segments_of_window(const chunk_sm90::ScanArgs& args, const ChunkWindow& window) {
   return chunk_sm90::segments_in(args.problem.sequences, args.chunked.chunk_size, args.segments.chunks, window);
 }
 
-inline SegmentScratch take_segments(ScratchLayout& layout, const chunk_sm90::ForwardArgs& args,
-                                    const Windows& windows) {
+// `parts` of MapPart.
+inline SegmentScratch take_segments(ScratchLayout& layout, const chunk_sm90::ScanArgs& args, const Windows& windows,
+                                    int parts) {
   if (args.segments.chunks == 0) return {};
   int64_t slots = 1;
   for (int64_t n = 0; n < windows.count; ++n) {
@@ -179,11 +181,17 @@ inline SegmentScratch take_segments(ScratchLayout& layout, const chunk_sm90::For
   }
   const int64_t floats = segment_floats(args), handed = windows.count > 1 ? 2 * floats : 0;
   const Sequences& sequences = args.problem.sequences;
-  return {layout.take<float>(2 * slots * floats), layout.take<float>(2 * handed), layout.take<float>(handed),
-          layout.take<int64_t>(sequences.offsets != nullptr ? sequences.count + 1 : 0)};
+  return {layout.take<float>(parts * slots * floats), layout.take<float>(2 * handed), layout.take<float>(handed),
+          layout.take<int64_t>(sequences.offsets != nullptr ? sequences.count + 1 : 0), parts};
 }
 
-inline void number_segments(const SegmentScratch& scratch, chunk_sm90::ForwardArgs& args, const Context& context) {
+// What of the maps a chunk of all heads has.
+inline void take_share_of_maps(ScratchLayout& layout, const chunk_sm90::ScanArgs& args, int parts) {
+  if (args.segments.chunks == 0) return;
+  layout.take<float>(parts * args.problem.num_value_heads * chunk_sm90::kMapFloats / args.segments.chunks);
+}
+
+inline void number_segments(const SegmentScratch& scratch, chunk_sm90::ScanArgs& args, const Context& context) {
   if (args.segments.chunks == 0 || args.problem.sequences.offsets == nullptr) return;
   build_first_stretches(args.problem.sequences, args.segments.chunks * args.chunked.chunk_size,
                         chunk_sm90::kSegmentGroup, scratch.before, context);
@@ -191,23 +199,24 @@ inline void number_segments(const SegmentScratch& scratch, chunk_sm90::ForwardAr
 }
 
 // Those of the n-th window, which args are about.
-inline void use_segments(const SegmentScratch& scratch, int64_t n, chunk_sm90::ForwardArgs& args) {
+inline void use_segments(const SegmentScratch& scratch, int64_t n, chunk_sm90::ScanArgs& args) {
   chunk_sm90::Segments& segments = args.segments;
   if (segments.chunks == 0) return;
   const chunk_sm90::SegmentRange range = segments_of_window(args, args.window);
   segments.first = range.first;
   segments.count = range.count;
   segments.maps = scratch.maps;
+  segments.parts = scratch.parts;
   const int64_t floats = segment_floats(args), even = n % 2, odd = 1 - even;
   segments.carried = {scratch.carried + even * 2 * floats, scratch.carried + odd * 2 * floats};
-  segments.after = {scratch.after + even * floats, scratch.after + odd * floats};
+  segments.composed = {scratch.composed + even * floats, scratch.composed + odd * floats};
 }
 
 // Into segments of `chunks` chunks each, if any sequence can be so long.
 inline chunk_sm90::ForwardArgs with_segments(const ChunkArgs& args, int chunks) {
   const int64_t tokens = chunks * args.chunked.chunk_size;
   const bool any = tokens > 0 && chunk_sm90::segments_of(args.problem.sequences.tokens, tokens) > 0;
-  chunk_sm90::ForwardArgs cut{args, {}, nullptr, nullptr};
+  chunk_sm90::ForwardArgs cut{{args, {}}, nullptr, nullptr};
   cut.segments.chunks = any ? chunks : 0;
   return cut;
 }
@@ -252,7 +261,7 @@ ForwardScratch take_forward_scratch(ScratchLayout& layout, const Problem& proble
       take_factors(layout, problem, problem.args.kept.present() ? 0 : chunks_of_window(args, windows), row_numbers);
   scratch.flags = layout.take<uint32_t>(chunks_of_window(args, windows) * problem.sizes.num_value_heads);
   scratch.carried = take_carried(layout, problem, windows);
-  scratch.segments = take_segments(layout, args, windows);
+  scratch.segments = take_segments(layout, args, windows, chunk_sm90::kForwardMapParts);
   return scratch;
 }
 
@@ -272,9 +281,7 @@ void forward_in_windows(const Problem& problem, const Context& context, bool row
   const bool keeps = call.kept.present();
   ScratchLayout one;
   take_factors(one, problem, 1, row_numbers);
-  if (args.segments.chunks > 0) {
-    one.take<float>(2 * problem.sizes.num_value_heads * chunk_sm90::kMapFloats / args.segments.chunks);
-  }
+  take_share_of_maps(one, args, chunk_sm90::kForwardMapParts);
   const bool saves = keeps || call.chunk_states.present();  // then no window makes much of a difference
   const size_t most = saves ? 4 * kMostFactorBytes : kMostFactorBytes;
   const Windows windows = windows_of(args, keeps ? 1 : count_for(args, one.bytes(), most, context));

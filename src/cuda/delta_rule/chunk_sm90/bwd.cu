@@ -27,17 +27,17 @@ using chunk_16bit::ChunkArgs;
 using chunk_16bit::GradientArgs;
 using chunk_16bit::kChunkRows;
 
-int columns_of(const DeltaRuleBackwardProblem& problem) {
-  return scan_columns(problem.sizes, problem.sizes.num_sequences, problem.args.in.q.device.index);
+ScanArgs cut_args(const DeltaRuleBackwardProblem& problem, const Context& context) {
+  return chunk_16bit::with_segments(chunk_16bit::chunk_args(problem), segment_chunks_of(problem, context));
 }
 
 // Whether the scan back has blocks for most of the device. Fewer get places far from each other if the device is free when they
 // come, two to a pair of multiprocessors if they come one by one, and take longer (measured on an H200: 64 blocks).
-bool fills_device(const DeltaRuleBackwardProblem& problem) {
+bool fills_device(const DeltaRuleBackwardProblem& problem, const Context& context) {
   const DeltaRuleSizes& sizes = problem.sizes;
-  const int columns = columns_of(problem);
+  const int columns = scan_columns(sizes, cut_args(problem, context), context.device.index);
   const int64_t blocks = sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns);
-  return 3 * blocks >= 2 * device_attribute(cudaDevAttrMultiProcessorCount, problem.args.in.q.device.index);
+  return 3 * blocks >= 2 * device_attribute(cudaDevAttrMultiProcessorCount, context.device.index);
 }
 
 // Whether gradients.cuh takes these widths.
@@ -79,14 +79,14 @@ WindowMaps window_maps(const DeltaRuleBackward& call, const GradientArgs& args) 
 }
 
 void scan_states(const DeltaRuleBackwardProblem& problem, const ForwardArgs& args, const Context& context) {
-  const int columns = forward_columns(problem.sizes, args, context.device.index);
+  const int columns = scan_columns(problem.sizes, args, context.device.index);
   const ScanMaps maps = scan_maps(problem.args.in, {}, args);
   problem.args.in.k.dtype == DType::kBF16 ? launch_scan<DType::kBF16>(args, maps, columns, true, context)
                                           : launch_scan<DType::kF16>(args, maps, columns, true, context);
 }
 
 void scan_back(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, const Context& context) {
-  const int columns = columns_of(problem);
+  const int columns = scan_columns(problem.sizes, args.chunk, context.device.index);
   ScanBackMaps maps{};
   if (args.chunk.num_chunks > 0) {
     const WindowMaps of = window_maps(problem.args, args);
@@ -116,14 +116,14 @@ void gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args
 }
 
 void scan_channel_states(const DeltaRuleBackwardProblem& problem, const ForwardArgs& args, const Context& context) {
-  const int columns = forward_columns(problem.sizes, args, context.device.index);
+  const int columns = scan_columns(problem.sizes, args, context.device.index);
   const ChannelScanMaps maps = channel_scan_maps(problem.args.in, {}, args);
   problem.args.in.k.dtype == DType::kBF16 ? launch_channel_scan<DType::kBF16>(args, maps, columns, context)
                                           : launch_channel_scan<DType::kF16>(args, maps, columns, context);
 }
 
 void scan_channels_back(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, const Context& context) {
-  const int columns = columns_of(problem);
+  const int columns = scan_columns(problem.sizes, args.chunk, context.device.index);
   ChannelScanBackMaps maps{};
   if (args.chunk.num_chunks > 0) {
     const DType dtype = problem.args.in.k.dtype;
@@ -241,11 +241,9 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
 }
 
 std::string config_text(const DeltaRuleBackwardProblem& problem, const Context& context) {
-  const bool again = !problem.args.chunk_states.present();  // the states are made
-  const ForwardArgs forward =
-      chunk_16bit::with_segments(chunk_16bit::chunk_args(problem), again ? segment_chunks_of(problem, context) : 0);
+  const ScanArgs args = cut_args(problem, context);
   return "K " + std::to_string(padded_k(problem.sizes.head_dim_k)) + ", columns " +
-         std::to_string(columns_of(problem)) + segments_text(forward.segments.chunks);
+         std::to_string(scan_columns(problem.sizes, args, context.device.index)) + segments_text(args.segments.chunks);
 }
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
@@ -268,7 +266,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
     if (takes_gradients(problem.sizes)) {
       kernels.gradients_on_one = gradients_on_one(columns_of_gradients(problem.sizes));
       kernels.sums_keys = false;
-      kernels.follow = scans_back && fills_device(problem);
+      kernels.follow = scans_back && fills_device(problem, context);
       kernels.gradients = [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); };
     }
   }

@@ -1,13 +1,15 @@
 // The states after the segments of a sequence, from their maps (segment_plan.h): S_{j+1} = M_j S_j + h_j in fp32, one segment
-// after the other, each state in the place of its h.
+// after the other, each state in the place of its h. On the way back the gradients of these states, from the last segment to
+// the first: G_j = M_j^T G_{j+1} + e_j, each behind the segment before, and that of the initial state.
 //
-// A block has 16 value columns of one (sequence, value head). M comes through shared memory, the next one while a product
-// runs. A warp has 32 channels of the result and one half of the sums over S_j, a thread 4 channels of 4 columns:
+// A block has 16 value columns of one (sequence, value head). M^T or M comes through shared memory, the next one while a
+// product runs. A warp has 32 channels of the result and one half of the sums over S_j, a thread 4 channels of 4 columns:
 //
 //     warp        channels 32 (warp % 4) + ..,  sums over channels of S_j from 64 (warp / 4) on
 //     thread      4 (lane / 4) + ..,            columns 4 (lane % 4) + ..
 //
-// so that 16 FMAs need one float4 of M^T and one of S, and a warp reads each of them once from shared memory.
+// so that 16 FMAs need one float4 of M^T and one of S, and a warp reads each of them once from shared memory. Below S is the
+// state or its gradient.
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/delta_rule/chunk_sm90/segments.cuh"
@@ -20,41 +22,67 @@ constexpr int kColumns = 16, kThreads = 256, kHalf = kMapWidth / 2;
 constexpr int kPitch = kColumns + 4;  // of the rows of S
 
 struct alignas(1024) Shared {
-  float M[2][kMapFloats];  // M^T, [channel of S_j][channel of the result]
+  float M[2][kMapFloats];  // [channel of S_j][channel of the result]
   float S[kMapWidth][kPitch];
   float sums[kMapWidth][kPitch];  // of the second half
   TransactionBarrier filled[2];
 };
 
+// Where the composition of a window begins: with the state that the caller gives, with that which the window before it
+// hands over, or, on the way back, with what the tail left behind the last segment.
+enum class From { kCaller, kWindow, kTail };
+
 // What is to be done of a sequence in the window.
 struct Composition {
   SequenceSpan span;   // of all of it
-  int64_t begin, end;  // the segments that end in the window
-  bool goes_on;        // the sequence, in the next one
+  int64_t begin, end;  // the segments that end in the window; on the way back, that begin in it
+  From from;
+  bool hands_over;  // to the next window
+  bool cuts;        // on the way back: the segment before `begin` ends in the window
+
+  __device__ __forceinline__ int64_t count() const { return end - begin; }
 };
 
 // Whose segments a block composes, -1: nobody's. With offsets there is a block for every group of segments, and the one of
 // the first group of a sequence works.
-__device__ __forceinline__ int64_t cut_sequence_at(const ForwardArgs& args, int64_t i) {
+__device__ __forceinline__ int64_t cut_sequence_at(const ScanArgs& args, int64_t i) {
   if (args.problem.sequences.offsets == nullptr) return i;
   const SegmentPlace place = segment_in_order(args, i * kSegmentGroup);
   return place.exists && place.index == 0 ? place.sequence : -1;
 }
-int64_t most_cut_sequences(const ForwardArgs& args) {
+int64_t most_cut_sequences(const ScanArgs& args) {
   const Sequences& sequences = args.problem.sequences;
   if (sequences.offsets == nullptr) return sequences.count;
   return sequences.tokens / (kSegmentGroup * args.segments.chunks * args.chunked.chunk_size);
 }
 
-__device__ __forceinline__ Composition composition_of(const ForwardArgs& args, int64_t sequence) {
+__device__ __forceinline__ Composition forward_composition(const ScanArgs& args, int64_t sequence) {
   const ChunkWindow& window = args.window;
   const SequenceSpan span = sequence_at(args.problem.sequences, sequence);
   const int64_t n = args.segments.chunks, place = first_chunk_of(args.chunked, sequence);
   const int64_t all = segments_of(span.length, segment_tokens(args));
-  if (window.is_all()) return {span, 0, all, false};
-  const int64_t begin = max(window.begin - place, int64_t{0}) / n, end = max(window.end - place, int64_t{0}) / n;
+  if (window.is_all()) return {span, 0, all, From::kCaller, false, false};
+  const int64_t begin = min(max(window.begin - place, int64_t{0}) / n, all);
+  const int64_t end = min(max(window.end - place, int64_t{0}) / n, all);
   const bool goes_on = place < window.end && window.end < place + chunks_of(span.length, args.chunked.chunk_size);
-  return {span, min(begin, all), min(end, all), goes_on};
+  return {span, begin, end, begin > 0 ? From::kWindow : From::kCaller, goes_on && end > 0, false};
+}
+
+__device__ __forceinline__ Composition back_composition(const ScanArgs& args, int64_t sequence) {
+  const ChunkWindow& window = args.window;
+  const SequenceSpan span = sequence_at(args.problem.sequences, sequence);
+  const int64_t n = args.segments.chunks, place = first_chunk_of(args.chunked, sequence);
+  const int64_t all = segments_of(span.length, segment_tokens(args));
+  const int64_t tail = place + all * n, last = place + chunks_of(span.length, args.chunked.chunk_size);
+  const From of_end = tail == last ? From::kCaller : From::kTail;
+  if (window.is_all()) return {span, 0, all, of_end, false, false};
+  const auto first_from = [&](int64_t at) { return min((max(at - place, int64_t{0}) + n - 1) / n, all); };
+  const int64_t begin = first_from(window.begin), end = first_from(window.end), opens = place + begin * n;
+  // The tail lies in the window, or nothing is behind the segments, whose last one ends there.
+  const bool has_end = end == all && (tail < window.end || (tail == window.end && tail == last));
+  // A tail that the window begins with hands over by itself (GradientColumns).
+  const bool hands_over = begin > 0 && (begin < end || opens > window.begin);
+  return {span, begin, end, has_end ? of_end : From::kWindow, hands_over, begin > 0 && opens > window.begin};
 }
 
 // float4s of a thread: rows of channels, columns of value columns.
@@ -101,18 +129,31 @@ __device__ __forceinline__ void store_transposed(const Tile& tile, float* to) {
   four(to + 3 * kMapWidth) = make_float4(tile.row[0].w, tile.row[1].w, tile.row[2].w, tile.row[3].w);
 }
 
-// One element of the state that a sequence begins with; zeros beyond its channels and columns.
-__device__ __forceinline__ float initial_element(const ForwardArgs& args, int64_t sequence, int head, int channel,
-                                                 int column) {
-  const DeviceStates& states = args.initial_state;
-  if (!states.present() || channel >= args.problem.head_dim_k || column >= args.problem.head_dim_v) return 0;
-  return load_float(states.data, states.dtype,
-                    sequence * states.outer_strides[0] + head * states.outer_strides[1] + channel * states.k_stride +
-                        column * states.v_stride);
-}
+// An element of a sequence's state, if there is one.
+struct StateElement {
+  const DeviceStates& states;
+  int64_t offset;
+  bool exists;
 
-// A block per (sequence, value head, 16 value columns), the last fastest.
-__global__ void __launch_bounds__(kThreads, 1) compose_kernel(const __grid_constant__ ForwardArgs args) {
+  __device__ __forceinline__ StateElement(const ScanArgs& args, const DeviceStates& of, int64_t sequence, int head,
+                                          int channel, int column)
+      : states(of),
+        offset(sequence * of.outer_strides[0] + head * of.outer_strides[1] + channel * of.k_stride +
+               column * of.v_stride),
+        exists(of.present() && channel < args.problem.head_dim_k && column < args.problem.head_dim_v) {}
+
+  __device__ __forceinline__ float load() const { return exists ? load_float(states.data, states.dtype, offset) : 0; }
+  __device__ __forceinline__ void store(float x) const {
+    if (exists) store_float(states.data, states.dtype, offset, x);
+  }
+};
+
+// A block per (sequence, value head, 16 value columns), the last fastest. `first`: the states that the sequences begin with, or
+// on the way back the gradients that they end with; `last`: on the way back, those of the initial states.
+template <bool kBack>
+__global__ void __launch_bounds__(kThreads, 1)
+    compose_kernel(const __grid_constant__ ScanArgs args, const __grid_constant__ DeviceStates first,
+                   const __grid_constant__ DeviceStates last) {
   auto& s = aligned_shared<Shared>();
   const int thread = static_cast<int>(threadIdx.x), warp = uniform_warp(), lane = thread % kWarpSize;
   if (thread == 0) {
@@ -127,38 +168,48 @@ __global__ void __launch_bounds__(kThreads, 1) compose_kernel(const __grid_const
   if (sequence < 0) return;
   const int head = static_cast<int>(row - number * args.problem.num_value_heads);
   const int first_column = static_cast<int>(blockIdx.x - row * ranges) * kColumns;
-  const Composition work = composition_of(args, sequence);
-  if (work.end == 0 || (work.begin == work.end && !work.goes_on)) return;
+  const Composition work = kBack ? back_composition(args, sequence) : forward_composition(args, sequence);
+  const int count = static_cast<int>(work.count());
+  if (count == 0 && !work.hands_over) return;
   const int64_t tokens = segment_tokens(args);
   const auto map_of = [&](int64_t segment, MapPart part) {
     return segment_map(args, work.span.batch, work.span.begin + segment * tokens, head, part);
   };
-  const auto bring = [&](int64_t segment) {
-    if (thread != 0 || segment >= work.end) return;
-    TransactionBarrier& filled = s.filled[(segment - work.begin) % 2];
+  const auto segment_of = [&](int turn) { return kBack ? work.end - 1 - turn : work.begin + turn; };
+  const auto bring = [&](int turn) {
+    if (thread != 0 || turn >= count) return;
+    TransactionBarrier& filled = s.filled[turn % 2];
     filled.arrive_expecting(sizeof(s.M[0]));
-    load_bytes(shared_address(s.M[(segment - work.begin) % 2]), map_of(segment, kOnState), sizeof(s.M[0]), filled);
+    load_bytes(shared_address(s.M[turn % 2]), map_of(segment_of(turn), kOnState), sizeof(s.M[0]), filled);
   };
-  bring(work.begin);
+  bring(0);
 
-  const int64_t state = (work.span.batch * args.problem.num_value_heads + head) * kMapFloats + first_column * kMapWidth;
-  for (int i = thread; i < kMapWidth * kColumns; i += kThreads) {
-    const int channel = i % kMapWidth, column = i / kMapWidth;
-    s.S[channel][column] = work.begin > 0 ? args.segments.after.taken[state + i]
-                                          : initial_element(args, sequence, head, channel, first_column + column);
-  }
+  // body(k, v, i): of the thread's elements of S, channel k of column v, which lie at i in a matrix of the columns.
+  const auto for_each_element = [&](const auto& body) {
+    for (int i = thread; i < kMapWidth * kColumns; i += kThreads) body(i % kMapWidth, i / kMapWidth, i);
+  };
+  const int64_t columns = int64_t{first_column} * kMapWidth;
+  const int64_t handed = composed_at(args, work.span.batch, head) + columns;
+  for_each_element([&](int k, int v, int i) {
+    float& x = s.S[k][v];
+    if (work.from == From::kCaller) {
+      x = StateElement(args, first, sequence, head, k, first_column + v).load();
+    } else {
+      const float* matrix =
+          work.from == From::kWindow ? args.segments.composed.taken + handed : map_of(work.end - 1, kBehind) + columns;
+      x = matrix[i];
+    }
+  });
   const int half = warp / 4, channel = 32 * (warp % 4) + 4 * (lane / 4), column = 4 * (lane % 4);
-  for (int64_t segment = work.begin; segment < work.end; ++segment) {
-    const int turn = static_cast<int>((segment - work.begin) % 2);
-    const uint32_t parity = static_cast<uint32_t>((segment - work.begin) / 2 % 2);
+  for (int turn = 0; turn < count; ++turn) {
+    const int64_t segment = segment_of(turn), at = columns + column * kMapWidth + channel;
     __syncthreads();  // S is there, and nobody reads the M of two segments before
-    bring(segment + 1);
-    Tile h, sums;
-    float* after = map_of(segment, kAfter) + (first_column + column) * kMapWidth + channel;
-    if (half == 0) load_transposed(after, h);
-    s.filled[turn].wait(parity);
+    bring(turn + 1);
+    Tile alone, sums;
+    if (half == 0) load_transposed(map_of(segment, kAlone) + at, alone);
+    s.filled[turn % 2].wait(static_cast<uint32_t>(turn / 2 % 2));
     sums.clear();
-    const float* M = s.M[turn] + half * kHalf * kMapWidth + channel;
+    const float* M = s.M[turn % 2] + half * kHalf * kMapWidth + channel;
 #pragma unroll 8
     for (int j = 0; j < kHalf; ++j) {
       sums.add_product(*reinterpret_cast<const float4*>(M + j * kMapWidth), four(&s.S[half * kHalf + j][column]));
@@ -172,25 +223,42 @@ __global__ void __launch_bounds__(kThreads, 1) compose_kernel(const __grid_const
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       sums.add(four(&s.sums[channel + i][column]), i);
-      sums.add(h.row[i], i);
+      sums.add(alone.row[i], i);
       four(&s.S[channel + i][column]) = sums.row[i];
     }
-    store_transposed(sums, after);
+    if constexpr (!kBack) {
+      store_transposed(sums, map_of(segment, kAlone) + at);
+    } else if (segment > work.begin || work.cuts) {
+      store_transposed(sums, map_of(segment - 1, kBehind) + at);
+    }
   }
-  if (!work.goes_on) return;
   __syncthreads();
-  for (int i = thread; i < kMapWidth * kColumns; i += kThreads) {
-    args.segments.after.given[state + i] = s.S[i % kMapWidth][i / kMapWidth];
+  if (work.hands_over) {
+    for_each_element([&](int k, int v, int i) { args.segments.composed.given[handed + i] = s.S[k][v]; });
+  } else if (kBack && work.begin == 0) {
+    for_each_element(
+        [&](int k, int v, int) { StateElement(args, last, sequence, head, k, first_column + v).store(s.S[k][v]); });
   }
+}
+
+template <bool kBack>
+void launch_composition(const ScanArgs& args, const DeviceStates& first, const DeviceStates& last,
+                        const Context& context) {
+  const DeltaRuleDeviceProblem& p = args.problem;
+  const int64_t blocks = most_cut_sequences(args) * p.num_value_heads * ((p.head_dim_v + kColumns - 1) / kColumns);
+  launch<compose_kernel<kBack>>("delta_rule chunk_sm90 compose", context,
+                                {static_cast<unsigned>(blocks), kThreads, sizeof(Shared), true}, args, first, last);
 }
 
 }  // namespace
 
 void launch_compose(const ForwardArgs& args, const Context& context) {
-  const DeltaRuleDeviceProblem& p = args.problem;
-  const int64_t blocks = most_cut_sequences(args) * p.num_value_heads * ((p.head_dim_v + kColumns - 1) / kColumns);
-  launch<compose_kernel>("delta_rule chunk_sm90 compose", context,
-                         {static_cast<unsigned>(blocks), kThreads, sizeof(Shared), true}, args);
+  launch_composition<false>(args, args.initial_state, {}, context);
+}
+
+void launch_compose_back(const ScanArgs& args, const DeviceStates& d_final_state, const DeviceStates& d_initial_state,
+                         const Context& context) {
+  launch_composition<true>(args, d_final_state, d_initial_state, context);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

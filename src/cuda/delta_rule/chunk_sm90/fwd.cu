@@ -86,7 +86,7 @@ int columns_of(const DeltaRuleForwardProblem& problem, const Context& context) {
   const ForwardArgs args = cut_args(problem, context);
   if (!may_be_beside(args) || chunk_16bit::has_decay_per_channel(problem) || padded_k(sizes.head_dim_k) != 128 ||
       sizes.head_dim_v <= 64) {
-    return forward_columns(sizes, args, context.device.index);
+    return scan_columns(sizes, args, context.device.index);
   }
   const auto cycles = [&](int columns) {
     const bool with_sP = !leaves_sP_to_scan(sizes, columns);
@@ -110,14 +110,10 @@ StateDimensions dimensions_of(const DeviceStates& states, int width, const Chunk
 }  // namespace
 
 // Few heads: narrow blocks, as long as each has a multiprocessor of its own. With K <= 64 or K > 128 there are no others.
-int scan_columns(const DeltaRuleSizes& sizes, int64_t walks, int device) {
+int scan_columns(const DeltaRuleSizes& sizes, const ScanArgs& args, int device) {
   if (padded_k(sizes.head_dim_k) != 128 || sizes.head_dim_v <= 64) return 64;
+  const int64_t walks = count_walks(args.problem.sequences, args.segments.chunks * args.chunked.chunk_size);
   return count_ranges(sizes, walks) <= device_attribute(cudaDevAttrMultiProcessorCount, device) ? 64 : 128;
-}
-
-int forward_columns(const DeltaRuleSizes& sizes, const ForwardArgs& args, int device) {
-  return scan_columns(sizes, count_walks(args.problem.sequences, args.segments.chunks * args.chunked.chunk_size),
-                      device);
 }
 
 std::string declines_widths(const DeltaRuleSizes& sizes, int most_k, int device) {

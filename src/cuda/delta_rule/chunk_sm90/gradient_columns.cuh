@@ -25,11 +25,22 @@ struct LeavingBarriers {
   }
 };
 
-template <class Body>
-__device__ __forceinline__ void for_each_part_in_shared(const ChunkArgs& args, int64_t parts, int columns, int group,
-                                                        chunk_16bit::BlockWork& work, const Body& body) {
-  for_each_found_part(
-      parts, group, work, [&](int64_t at) { return sequence_part_at(args, at, columns); }, body);
+// Parts of a scan back. Nothing is done of a tail without tokens behind segments.
+template <class Shape>
+__device__ __forceinline__ ScanWork back_work_at(const ScanArgs& args, int64_t at) {
+  ScanWork work = work_at<Shape::kWidth, Shape::kMakesMaps>(args, at, Shape::kColumns);
+  if (work.walk.position > 0 && work.walk.chunks == 0) work.walk.exists = false;
+  return work;
+}
+
+// body(part, walk, c) for all chunks of the parts of this block, those of a walk from the last to the first.
+template <class Shape, class Body>
+__device__ __forceinline__ void for_each_chunk_back(const ScanArgs& args, const PartRange& parts, const Body& body) {
+  for (int64_t at = parts.begin + blockIdx.x; at < parts.end; at += gridDim.x) {
+    const ScanWork work = back_work_at<Shape>(args, at);
+    if (!work.walk.exists) continue;
+    for (int c = work.walk.chunks - 1; c >= 0; --c) body(work.part, work.walk, c);
+  }
 }
 
 // The columns of a warpgroup, one of kGroups that share the columns of a block.
@@ -38,6 +49,7 @@ struct GradientColumns {
   const GradientArgs& args;
   const ScanPart& part;
   const Walk& walk;
+  const bool& is_tail;    // see ScanWork
   int group, warp, lane;  // the warp within the warpgroup
 
   __device__ __forceinline__ int first_column() const { return part.column + group * kGroupColumns; }
@@ -56,7 +68,17 @@ struct GradientColumns {
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
     if (!walk.closes) {
       chunk_16bit::take_tiles<kStateThreads>(carried(args.chunk.carried.taken), G);
-    } else if (args.d_final_state.present()) {
+      return;
+    }
+    if constexpr (kK == kMapWidth) {
+      if (!is_tail && !ends_sequence()) {
+        // Nobody writes the columns beyond those of the values.
+        load_state<kMapWidth>(dense_map(const_cast<float*>(gradient_behind())), 0, column(), kMapWidth, p.head_dim_v,
+                              lane, G);
+        return;
+      }
+    }
+    if (args.d_final_state.present()) {
       load_state<kK>(args.d_final_state, state_offset(args.d_final_state, part), column(), p.head_dim_k, p.head_dim_v,
                      lane, G);
     }
@@ -64,12 +86,66 @@ struct GradientColumns {
 
   __device__ __forceinline__ void store_first_gradient(StateSums<kK>& G) const {
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
-    if (!walk.opens) {
-      chunk_16bit::give_tiles<kStateThreads>(carried(args.chunk.carried.given), G);
-    } else if (args.d_initial_state.present()) {
+    if (!walk.opens) return chunk_16bit::give_tiles<kStateThreads>(carried(args.chunk.carried.given), G);
+    if (!is_tail) return;  // the gradient before a segment is the composed one
+    if constexpr (kK == kMapWidth) {
+      if (walk.position > 0) {
+        store_state<kMapWidth>(dense_map(gradient_behind_last()), 0, column(), kMapWidth, kMapWidth, lane, G);
+        return;
+      }
+    }
+    if (args.d_initial_state.present()) {
       store_state<kK>(args.d_initial_state, state_offset(args.d_initial_state, part), column(), p.head_dim_k,
                       p.head_dim_v, lane, G);
     }
+  }
+
+  // Of a scan of maps: from 0 for e, from the identity for M.
+  __device__ __forceinline__ bool is_on_state() const { return part.column >= kMapWidth; }
+  __device__ __forceinline__ void begin_map(StateSums<kK>& G) const {
+    if (!walk.closes) {
+      chunk_16bit::take_tiles<kStateThreads>(carried_map(args.chunk.segments.carried.taken), G);
+    } else if (is_on_state()) {
+      set_identity<kK>(column() - kMapWidth, lane, G);
+    }
+  }
+  __device__ __forceinline__ void end_map(StateSums<kK>& G) const {
+    if (!walk.opens) {
+      return chunk_16bit::give_tiles<kStateThreads>(carried_map(args.chunk.segments.carried.given), G);
+    }
+    store_state<kMapWidth>(dense_map(matrix(walk.span.begin, is_on_state() ? kOnState : kAlone)), 0,
+                           column() - (is_on_state() ? kMapWidth : 0), kMapWidth, kMapWidth, lane, G);
+  }
+  template <class Float>
+  __device__ __forceinline__ Float* carried_map(Float* maps) const {
+    static_assert(kGroups == 2);
+    return carried_map_at(args.chunk, maps, walk, part.head, is_on_state());
+  }
+
+  // Of the segment that begins at token `begin`.
+  __device__ __forceinline__ float* matrix(int64_t begin, MapPart of) const {
+    return segment_map(args.chunk, walk.span.batch, begin, part.head, of);
+  }
+  // Whether the walk closes with the last token of its sequence.
+  __device__ __forceinline__ bool ends_sequence() const {
+    const SequenceSpan whole = sequence_at(args.chunk.problem.sequences, part.sequence);
+    return walk.span.begin + walk.span.length == whole.begin + whole.length;
+  }
+  // Of the state after the segment that closes with the walk: made in the window before, where something follows there.
+  __device__ __forceinline__ const float* gradient_behind() const {
+    const ChunkWindow& window = args.chunk.window;
+    const int64_t end = first_chunk_of(args.chunk.chunked, part.sequence) + walk.position + walk.chunks;
+    if (end == window.end && !window.is_all()) {
+      return args.chunk.segments.composed.taken + composed_at(args.chunk, walk.span.batch, part.head);
+    }
+    return matrix(walk.span.begin + walk.span.length - segment_tokens(args.chunk), kBehind);
+  }
+  // The same of the last segment, which ends where the walk opens; in the next window, if that does.
+  __device__ __forceinline__ float* gradient_behind_last() const {
+    if (first_chunk_of(args.chunk.chunked, part.sequence) + walk.position == args.chunk.window.begin) {
+      return args.chunk.segments.composed.given + composed_at(args.chunk, walk.span.batch, part.head);
+    }
+    return matrix(walk.span.begin - segment_tokens(args.chunk), kBehind);
   }
 
   // G^T, rounded, to a StateTile.
@@ -108,47 +184,66 @@ struct GradientColumns {
 
 // The warps that store, by one lane each: for a warpgroup, which goes on meanwhile. G and Y may take the places of those of the
 // window before, which the gradients before the kernel read.
-template <int kK, int kGroups, class Maps, class Shared>
+template <class Shape, class Maps>
 struct BackStorer {
   const GradientArgs& args;
   const Maps& maps;
-  Shared& s;
+  typename Shape::Shared& s;
   int group;
 
-  __device__ __forceinline__ void run(int64_t parts) const {
-    const StateTile<kK> G(s.leaving[group].G);
+  __device__ __forceinline__ void run(const PartRange& parts) const {
+    const StateTile<Shape::kWidth> G(s.leaving[group].G);
     const WritesTile Y(s.leaving[group].Y);
     const ValueTile dv(s.leaving[group].dv);
     auto& barriers = s.barriers_of_leaving;
     uint32_t parity = 0;
-    if (args.follows_gradients) wait_for_previous_kernels();
-    for_each_part(args.chunk, parts, kGroups * kGroupColumns, [&](const ScanPart& part, const Walk& walk) {
+    if (args.waits_late) wait_for_previous_kernels();
+    for_each_chunk_back<Shape>(args.chunk, parts, [&](const ScanPart& part, const Walk& walk, int c) {
       const int column = part.column + group * kGroupColumns;
-      for (int c = walk.chunks - 1; c >= 0; --c, parity ^= 1) {
-        const int64_t chunk = walk.first_chunk + c;
-        const int slot =
-            static_cast<int>(args.chunk.window.slot_of(chunk)) * args.chunk.problem.num_value_heads + part.head;
-        barriers.G_ready[group].wait(parity);
+      const int64_t chunk = walk.first_chunk + c;
+      const int slot =
+          static_cast<int>(args.chunk.window.slot_of(chunk)) * args.chunk.problem.num_value_heads + part.head;
+      barriers.G_ready[group].wait(parity);
 #pragma unroll
-        for (int p = 0; p < G.kPanels; ++p) {
-          if (column < args.padded_v) store_box(maps.G, {p * G.kPanelColumns, column, slot}, G.panel(p));
-        }
-        commit_stores();
-        wait_stores_read<0>();
-        barriers.G_left[group].arrive();
-        barriers.Y_ready[group].wait(parity);
-        if (column < args.padded_v) store_box(maps.Y, {0, column, slot}, Y.panel(0));
-        if (args.dv.present() && column < args.chunk.problem.head_dim_v) {
-          const RowsPlace at = rows_of(args.chunk, walk, c, part.head);
-          store_box(maps.dv, {column, at.head, at.missing, at.end, at.batch}, dv.panel(0));
-        }
-        commit_stores();
-        wait_stores_read<0>();
-        barriers.Y_left[group].arrive();
+      for (int p = 0; p < G.kPanels; ++p) {
+        if (column < args.padded_v) store_box(maps.G, {p * G.kPanelColumns, column, slot}, G.panel(p));
       }
+      commit_stores();
+      wait_stores_read<0>();
+      barriers.G_left[group].arrive();
+      barriers.Y_ready[group].wait(parity);
+      if (column < args.padded_v) store_box(maps.Y, {0, column, slot}, Y.panel(0));
+      if (args.dv.present() && column < args.chunk.problem.head_dim_v) {
+        const RowsPlace at = rows_of(args.chunk, walk, c, part.head);
+        store_box(maps.dv, {column, at.head, at.missing, at.end, at.batch}, dv.panel(0));
+      }
+      commit_stores();
+      wait_stores_read<0>();
+      barriers.Y_left[group].arrive();
+      parity ^= 1;
     });
   }
 };
+
+// The launches of a scan back in blocks of `columns` columns: over(args, parts) goes over parts, maps(args, parts) makes maps.
+// Of sequences that are cut the tails come first, and beside them the maps of the segments, which need nothing of tails; then
+// the composition, from the tails on, and the segments.
+template <class Over, class Maps>
+void scan_back_in_parts(const GradientArgs& args, int columns, const Over& over, const Maps& maps,
+                        const Context& context) {
+  const ScanArgs& chunk = args.chunk;
+  const Sequences& sequences = chunk.problem.sequences;
+  const int64_t group_tokens = kSegmentGroup * chunk.segments.chunks * chunk.chunked.chunk_size;
+  if (chunk.segments.chunks == 0) return over(args, tail_parts(chunk, columns));
+  GradientArgs of_maps = args;
+  if (sequences.offsets != nullptr || sequences.tokens % group_tokens != 0) {
+    over(args, tail_parts(chunk, columns));
+    of_maps.waits_late = true;
+  }
+  maps(of_maps, map_parts(chunk, 2 * kGroupColumns));
+  launch_compose_back(chunk, args.d_final_state, args.d_initial_state, context);
+  over(args, segment_parts(chunk, columns));
+}
 
 }  // namespace
 }  // namespace fastweight::cuda::chunk_sm90

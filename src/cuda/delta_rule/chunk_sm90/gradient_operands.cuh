@@ -176,7 +176,7 @@ struct Bringer {
     }
     if (turn == 0) {
       wait_for_previous_kernels();
-      if (args.next_follows) let_next_kernel_start();
+      if (args.next_waits_late) let_next_kernel_start();
     }
     load_rows(WrittenTile(s.Y), maps.Y, args.padded_v, static_cast<int>(item.slot), s.first_filled);
   }

@@ -165,7 +165,7 @@ struct WorkGroup {
   // Which 64 columns of the block.
   __device__ __forceinline__ int range() const { return kGroups == 2 ? group : 0; }
   __device__ __forceinline__ StateColumns<kK, kGroups, kParts> columns() const {
-    return {args, part(), walk(), s.work.ends, range(), warp, lane, kParts == 2 ? kK * group : 0};
+    return {args, part(), walk(), s.work.is_tail, range(), warp, lane, kParts == 2 ? kK * group : 0};
   }
   // The warpgroup's channels of k or q.
   __device__ __forceinline__ Keys own_keys(const unsigned char* memory) const {
@@ -480,7 +480,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
   // Otherwise the kernel before this one has waited for those before it, and its flags say what is there.
   if (args.published == nullptr) wait_for_previous_kernels();
   if (threadIdx.x == 0) {
-    s.work = forward_part_at<Shape::kWidth, Shape::kMakesMaps>(args, blockIdx.x, Shape::kColumns);
+    s.work = work_at<Shape::kWidth, Shape::kMakesMaps>(args, blockIdx.x, Shape::kColumns);
     s.first_item = args.factors_at(s.work.walk.first_chunk) + s.work.part.head;
     if (args.published != nullptr) s.flags = flags_of(args, s.work.part, s.work.walk);
   }

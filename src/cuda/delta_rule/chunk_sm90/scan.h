@@ -42,11 +42,8 @@ bool have_states_map(const chunk_16bit::ChunkArgs& args);
 // What keeps the kernels of either direction from a problem: the device, or K; empty if nothing does.
 std::string declines_widths(const DeltaRuleSizes& sizes, int most_k, int device);
 
-// Value columns of a block of a scan with so many walks, over sequences or segments.
-int scan_columns(const DeltaRuleSizes& sizes, int64_t walks, int device);
-
-// .. of a scan forward, which may have segments for sequences.
-int forward_columns(const DeltaRuleSizes& sizes, const ForwardArgs& args, int device);
+// Value columns of a block of a scan over sequences or segments.
+int scan_columns(const DeltaRuleSizes& sizes, const ScanArgs& args, int device);
 
 // Of the chunks of a launch. `o` absent: only states are wanted.
 ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const chunk_16bit::ChunkArgs& args);

@@ -14,6 +14,8 @@
 // Only the first, third and fifth wait for each other. Rows beyond the tokens of a chunk are zeros in k, q and d_o, and
 // so they are in Y; the blocks of J and sP above their diagonals are zeros too.
 //
+// A scan of maps (segment_plan.h) has blocks of 128 columns of e or of M, for which d_o is zeros, and leaves nothing.
+//
 // A column's sums do not depend on other columns: how many of them a block has changes no bit.
 #pragma once
 
@@ -26,10 +28,12 @@ namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
 // With K <= 64 a block has 64 columns, and two are on a multiprocessor, as in scan.cuh.
-template <int kK, int kGroups>
+template <int kK, int kGroups, bool kMaps = false>
 struct BackBlock {
   static_assert(kK == 128 || kGroups == 1);
+  static_assert(!kMaps || (kK == 128 && kGroups == 2));
   static constexpr int kWidth = kK, kStateGroups = kGroups;
+  static constexpr bool kMakesMaps = kMaps;
   static constexpr int kBackStages = kK == 64 ? 2 : 3, kPairStages = 2;  // chunks: of all operands but sP, and of sP
   static constexpr int kStateWarps = kGroups * kGroupWarps, kThreads = (kGroups + 1) * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
@@ -61,7 +65,7 @@ struct BackBlock {
     unsigned char sP[kPairStages][LowerTile::kBytes];
     Leaving leaving[kGroups];
     float total[kBackStages][4];
-    chunk_16bit::BlockWork work[kGroups];  // of a warpgroup: here it takes no registers
+    ScanWork work[kGroups];  // of a warpgroup: here it takes no registers
     TransactionBarrier filled[kBackStages], free[kBackStages];
     TransactionBarrier sP_filled[kPairStages], sP_free[kPairStages];
     LeavingBarriers<kGroups> barriers_of_leaving;
@@ -87,7 +91,7 @@ struct BackBlock {
 template <class Shape>
 struct BackBringer {
   using Keys = KeyTile<Shape::kWidth>;
-  const ChunkArgs& args;
+  const ScanArgs& args;
   const ScanBackMaps& maps;
   typename Shape::Shared& s;
 
@@ -117,18 +121,17 @@ struct BackBringer {
     load_lower(s.sP[sP.at], maps.lower, kLowerP, static_cast<int>(item), s.sP_filled[sP.at]);
   }
 
-  __device__ __forceinline__ void run(int64_t parts, bool rows) const {
+  __device__ __forceinline__ void run(const PartRange& parts, bool rows) const {
     typename Shape::Turn turn;
-    for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
-      for (int c = walk.chunks - 1; c >= 0; --c, turn.next()) {
-        const int at = turn.all.at;
-        s.free[at].wait(turn.all.parity ^ 1);
-        if (rows) {
-          bring_rows(part, walk, c, at);
-        } else {
-          bring_factors(args.factors_at(walk.first_chunk + c) + part.head, at, turn.sP);
-        }
+    for_each_chunk_back<Shape>(args, parts, [&](const ScanPart& part, const Walk& walk, int c) {
+      const int at = turn.all.at;
+      s.free[at].wait(turn.all.parity ^ 1);
+      if (rows) {
+        bring_rows(part, walk, c, at);
+      } else {
+        bring_factors(args.factors_at(walk.first_chunk + c) + part.head, at, turn.sP);
       }
+      turn.next();
     });
   }
 };
@@ -148,6 +151,7 @@ struct BackGroup {
 
   // G^T of the chunk's end.
   __device__ __forceinline__ void leave_G(const Fragments<kKeySteps<kK>>& rG, uint32_t parity) const {
+    if constexpr (Shape::kMakesMaps) return;
     s.barriers_of_leaving.Y_left[own.group].wait(parity ^ 1);
     own.write_G(s.leaving[own.group].G, rG);
     own.hand_over(s.barriers_of_leaving.G_ready[own.group]);
@@ -155,6 +159,7 @@ struct BackGroup {
 
   // Y^T = X and dv = beta Y.
   __device__ __forceinline__ void leave_Y(const float* token, const TokenSums& X, uint32_t parity) const {
+    if constexpr (Shape::kMakesMaps) return;
     auto& leaving = s.leaving[own.group];
     s.barriers_of_leaving.G_left[own.group].wait(parity);
     own.template write_Y<kType>(leaving.Y, leaving.dv, token + kOnValue * kChunkRows, X);
@@ -165,7 +170,11 @@ struct BackGroup {
     const Walk& walk = own.walk;
     const int group = own.group, warp = own.warp, lane = own.lane;
     StateSums<kK> G = {};
-    own.load_last_gradient(G);
+    if constexpr (Shape::kMakesMaps) {
+      own.begin_map(G);
+    } else {
+      own.load_last_gradient(G);
+    }
     Fragments<kKeySteps<kK>> rG;
     round_sums<kType, kKeySteps<kK>>(G, rG);
     for (int c = walk.chunks - 1; c >= 0; --c, turn.next()) {
@@ -239,7 +248,11 @@ struct BackGroup {
       __syncwarp();  // all lanes have read the stage
       if (lane == 0) s.free[turn.all.at].arrive();
     }
-    own.store_first_gradient(G);
+    if constexpr (Shape::kMakesMaps) {
+      own.end_map(G);
+    } else {
+      own.store_first_gradient(G);
+    }
   }
 };
 
@@ -247,7 +260,7 @@ struct BackGroup {
 template <DType kType, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     scan_back_kernel(const __grid_constant__ GradientArgs args, const __grid_constant__ ScanBackMaps maps,
-                     int64_t parts) {
+                     PartRange parts) {
   constexpr int kGroups = Shape::kStateGroups;
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
@@ -262,8 +275,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     s.barriers_of_leaving.init();
     fence_barrier_init();
   }
-  // Otherwise the kernel before this one has waited for the window before, and only what is stored waits for it.
-  if (!args.follows_gradients) wait_for_previous_kernels();
+  if (!args.waits_late) wait_for_previous_kernels();
   let_next_kernel_start();
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -271,44 +283,55 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     if constexpr (Shape::kTakesRegisters) give_registers<Shape::kOtherRegisters>();
     const int role = warp - Shape::kStateWarps;
     if (role % 3 == 0 && elect_one()) BackBringer<Shape>{args.chunk, maps, s}.run(parts, role == 0);
-    if (role >= 1 && role <= kGroups && elect_one()) {
-      BackStorer<Shape::kWidth, kGroups, ScanBackMaps, typename Shape::Shared>{args, maps, s, role - 1}.run(parts);
+    if constexpr (!Shape::kMakesMaps) {
+      if (role >= 1 && role <= kGroups && elect_one()) {
+        BackStorer<Shape, ScanBackMaps>{args, maps, s, role - 1}.run(parts);
+      }
     }
   } else {
     if constexpr (Shape::kTakesRegisters) take_registers<Shape::kStateRegisters>();
     typename Shape::Turn turn;
     const int group = warp / 4;
-    for_each_part_in_shared(args.chunk, parts, Shape::kColumns, group, s.work[group], [&] {
-      const GradientColumns<Shape::kWidth, kGroups> own{args,  s.work[group].part, s.work[group].walk,
-                                                        group, warp % 4,           lane};
+    const auto find = [&](int64_t at) { return back_work_at<Shape>(args.chunk, at); };
+    for_each_found_part(parts, group, s.work[group], find, [&] {
+      const auto& [part, walk, is_tail] = s.work[group];
+      const GradientColumns<Shape::kWidth, kGroups> own{args, part, walk, is_tail, group, warp % 4, lane};
       BackGroup<kType, Shape>{own, s}.run(turn);
     });
   }
-  if (!args.follows_gradients) return;
+  if (!args.waits_late) return;
   __syncthreads();  // a warp that waits for the kernel before keeps its other lanes from working
   wait_for_previous_kernels();
 }
 
 template <DType kType, class Shape>
-void launch_scan_back_of(const GradientArgs& args, const ScanBackMaps& maps, const Context& context) {
-  const int64_t parts = count_parts(args.chunk.problem, Shape::kColumns);
-  launch<scan_back_kernel<kType, Shape>>(
-      "delta_rule chunk_sm90 scan back", context,
-      {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},
-      args, maps, parts);
+void launch_scan_back_of(const GradientArgs& args, const ScanBackMaps& maps, const PartRange& parts,
+                         const Context& context) {
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(parts.end - parts.begin, 1 << 30));
+  launch<scan_back_kernel<kType, Shape>>("delta_rule chunk_sm90 scan back", context,
+                                         {blocks, Shape::kThreads, sizeof(typename Shape::Shared), true}, args, maps,
+                                         parts);
 }
 
 }  // namespace
 
 template <DType kType>
 void launch_scan_back(const GradientArgs& args, const ScanBackMaps& maps, int columns, const Context& context) {
-  const auto of = [&]<class Shape>() { launch_scan_back_of<kType, Shape>(args, maps, context); };
-  if (padded_k(args.chunk.problem.head_dim_k) == 64) {
-    of.template operator()<BackBlock<64, 1>>();
-  } else {
-    columns == kGroupColumns ? of.template operator()<BackBlock<128, 1>>()
-                             : of.template operator()<BackBlock<128, 2>>();
-  }
+  const auto of = [&]<class Shape>(const GradientArgs& some, const PartRange& parts) {
+    launch_scan_back_of<kType, Shape>(some, maps, parts, context);
+  };
+  const auto over = [&](const GradientArgs& some, const PartRange& parts) {
+    if (padded_k(args.chunk.problem.head_dim_k) == 64) {
+      of.template operator()<BackBlock<64, 1>>(some, parts);
+    } else {
+      columns == kGroupColumns ? of.template operator()<BackBlock<128, 1>>(some, parts)
+                               : of.template operator()<BackBlock<128, 2>>(some, parts);
+    }
+  };
+  const auto make_maps = [&](const GradientArgs& some, const PartRange& parts) {
+    of.template operator()<BackBlock<128, 2, true>>(some, parts);
+  };
+  scan_back_in_parts(args, columns, over, make_maps, context);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -18,7 +18,8 @@
 // With K <= 64 a block has 64 columns, and two are on a multiprocessor, as in scan.cuh. For that `read` has room for one
 // chunk: a block waits for it between its first two products and the third, while the other one multiplies.
 //
-// Rows beyond the tokens of a chunk are zeros in the copies of the keys and in d_o, and so they are in Y.
+// Rows beyond the tokens of a chunk are zeros in the copies of the keys and in d_o, and so they are in Y. Maps are made as in
+// scan_back.cuh.
 #pragma once
 
 #include <algorithm>
@@ -32,10 +33,12 @@ namespace {
 
 // A block has kGroups warpgroups of the state, and one more: its first and last warps bring operands, and one between them for
 // each warpgroup stores what it leaves.
-template <int kK, int kGroups>
+template <int kK, int kGroups, bool kMaps = false>
 struct ChannelBackBlock {
   static_assert(kK == 128 || kGroups == 1);
+  static_assert(!kMaps || (kK == 128 && kGroups == 2));
   static constexpr int kWidth = kK, kStateGroups = kGroups;
+  static constexpr bool kMakesMaps = kMaps;
   static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
@@ -62,7 +65,7 @@ struct ChannelBackBlock {
     Leaving leaving[kGroups];
     alignas(16) float beta[kReadDepth][kChunkRows];
     alignas(16) float total[kReadDepth][kK];
-    chunk_16bit::BlockWork work[kGroups];  // of a warpgroup: here it takes no registers
+    ScanWork work[kGroups];  // of a warpgroup: here it takes no registers
     RingBarriers<kDepth> of_write;
     RingBarriers<kReadDepth> of_read;
     LeavingBarriers<kGroups> barriers_of_leaving;
@@ -88,7 +91,7 @@ struct ChannelBackBlock {
 template <class Shape>
 struct ChannelBackBringer {
   using Turn = typename Shape::Turn;
-  const ChunkArgs& args;
+  const ScanArgs& args;
   const ChannelScanBackMaps& maps;
   typename Shape::Shared& s;
 
@@ -119,17 +122,16 @@ struct ChannelBackBringer {
     load_copy<Shape::kWidth>(s.read[at].reader, maps.keys, kReader, item, filled);
   }
 
-  __device__ __forceinline__ void run(int64_t parts, bool writes) const {
+  __device__ __forceinline__ void run(const PartRange& parts, bool writes) const {
     Turn turn;
-    for_each_part(args, parts, Shape::kColumns, [&](const ScanPart& part, const Walk& walk) {
-      for (int c = walk.chunks - 1; c >= 0; --c, turn.next()) {
-        const int item = static_cast<int>(args.factors_at(walk.first_chunk + c) + part.head);
-        if (writes) {
-          bring_write(item, part.column, rows_of(args, walk, c, part.head), turn);
-        } else {
-          bring_read(item, turn);
-        }
+    for_each_chunk_back<Shape>(args, parts, [&](const ScanPart& part, const Walk& walk, int c) {
+      const int item = static_cast<int>(args.factors_at(walk.first_chunk + c) + part.head);
+      if (writes) {
+        bring_write(item, part.column, rows_of(args, walk, c, part.head), turn);
+      } else {
+        bring_read(item, turn);
       }
+      turn.next();
     });
   }
 };
@@ -144,6 +146,7 @@ struct ChannelBackGroup {
 
   // G^T of the chunk's end.
   __device__ __forceinline__ void leave_G(const Fragments<kKeySteps<kK>>& rG, uint32_t parity) const {
+    if constexpr (Shape::kMakesMaps) return;
     s.barriers_of_leaving.G_left[own.group].wait(parity ^ 1);
     own.write_G(s.leaving[own.group].G, rG);
     own.hand_over(s.barriers_of_leaving.G_ready[own.group]);
@@ -151,6 +154,7 @@ struct ChannelBackGroup {
 
   // Y^T = X and dv = beta Y.
   __device__ __forceinline__ void leave_Y(const float* beta, const TokenSums& X, uint32_t parity) const {
+    if constexpr (Shape::kMakesMaps) return;
     auto& leaving = s.leaving[own.group];
     s.barriers_of_leaving.Y_left[own.group].wait(parity ^ 1);
     own.template write_Y<kType>(leaving.Y, leaving.dv, beta, X);
@@ -189,7 +193,11 @@ struct ChannelBackGroup {
   __device__ __forceinline__ void run(Turn& turn) const {
     const int lane = own.lane;
     StateSums<kK> G = {};
-    own.load_last_gradient(G);
+    if constexpr (Shape::kMakesMaps) {
+      own.begin_map(G);
+    } else {
+      own.load_last_gradient(G);
+    }
     Fragments<kKeySteps<kK>> rG;
     round_sums<kType, kKeySteps<kK>>(G, rG);
     for (int c = own.walk.chunks - 1; c >= 0; --c, turn.next()) {
@@ -241,7 +249,11 @@ struct ChannelBackGroup {
       round_sums<kType, kKeySteps<kK>>(G, rG);
       release(s.of_read.free[at], lane);
     }
-    own.store_first_gradient(G);
+    if constexpr (Shape::kMakesMaps) {
+      own.end_map(G);
+    } else {
+      own.store_first_gradient(G);
+    }
   }
 };
 
@@ -249,7 +261,7 @@ struct ChannelBackGroup {
 template <DType kType, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     channel_scan_back_kernel(const __grid_constant__ GradientArgs args,
-                             const __grid_constant__ ChannelScanBackMaps maps, int64_t parts) {
+                             const __grid_constant__ ChannelScanBackMaps maps, PartRange parts) {
   constexpr int kGroups = Shape::kStateGroups;
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
@@ -258,36 +270,42 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     s.barriers_of_leaving.init();
     fence_barrier_init();
   }
-  wait_for_previous_kernels();
+  if (!args.waits_late) wait_for_previous_kernels();
+  if (args.chunk.segments.chunks > 0) let_next_kernel_start();  // the maps of segments beside the tails
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
     if constexpr (Shape::kTakesRegisters) give_registers<Shape::kOtherRegisters>();
     const int role = warp - Shape::kStateWarps;
     if (role % 3 == 0 && elect_one()) ChannelBackBringer<Shape>{args.chunk, maps, s}.run(parts, role == 0);
-    if (role >= 1 && role <= kGroups && elect_one()) {
-      BackStorer<Shape::kWidth, kGroups, ChannelScanBackMaps, typename Shape::Shared>{args, maps, s, role - 1}.run(
-          parts);
+    if constexpr (!Shape::kMakesMaps) {
+      if (role >= 1 && role <= kGroups && elect_one()) {
+        BackStorer<Shape, ChannelScanBackMaps>{args, maps, s, role - 1}.run(parts);
+      }
     }
   } else {
     if constexpr (Shape::kTakesRegisters) take_registers<Shape::kStateRegisters>();
     typename Shape::Turn turn;
     const int group = warp / 4;
-    for_each_part_in_shared(args.chunk, parts, Shape::kColumns, group, s.work[group], [&] {
-      const GradientColumns<Shape::kWidth, kGroups> own{args,  s.work[group].part, s.work[group].walk,
-                                                        group, warp % 4,           lane};
+    const auto find = [&](int64_t at) { return back_work_at<Shape>(args.chunk, at); };
+    for_each_found_part(parts, group, s.work[group], find, [&] {
+      const auto& [part, walk, is_tail] = s.work[group];
+      const GradientColumns<Shape::kWidth, kGroups> own{args, part, walk, is_tail, group, warp % 4, lane};
       ChannelBackGroup<kType, Shape>{own, s}.run(turn);
     });
   }
+  if (!args.waits_late) return;
+  __syncthreads();  // a warp that waits for the kernel before keeps its other lanes from working
+  wait_for_previous_kernels();
 }
 
 template <DType kType, class Shape>
-void launch_channel_scan_back_of(const GradientArgs& args, const ChannelScanBackMaps& maps, const Context& context) {
-  const int64_t parts = count_parts(args.chunk.problem, Shape::kColumns);
-  launch<channel_scan_back_kernel<kType, Shape>>(
-      "delta_rule chunk_sm90 scan back per channel", context,
-      {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},
-      args, maps, parts);
+void launch_channel_scan_back_of(const GradientArgs& args, const ChannelScanBackMaps& maps, const PartRange& parts,
+                                 const Context& context) {
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(parts.end - parts.begin, 1 << 30));
+  launch<channel_scan_back_kernel<kType, Shape>>("delta_rule chunk_sm90 scan back per channel", context,
+                                                 {blocks, Shape::kThreads, sizeof(typename Shape::Shared), true}, args,
+                                                 maps, parts);
 }
 
 }  // namespace
@@ -295,13 +313,21 @@ void launch_channel_scan_back_of(const GradientArgs& args, const ChannelScanBack
 template <DType kType>
 void launch_channel_scan_back(const GradientArgs& args, const ChannelScanBackMaps& maps, int columns,
                               const Context& context) {
-  const auto of = [&]<class Shape>() { launch_channel_scan_back_of<kType, Shape>(args, maps, context); };
-  if (padded_k(args.chunk.problem.head_dim_k) == 64) {
-    of.template operator()<ChannelBackBlock<64, 1>>();
-  } else {
-    columns == kGroupColumns ? of.template operator()<ChannelBackBlock<128, 1>>()
-                             : of.template operator()<ChannelBackBlock<128, 2>>();
-  }
+  const auto of = [&]<class Shape>(const GradientArgs& some, const PartRange& parts) {
+    launch_channel_scan_back_of<kType, Shape>(some, maps, parts, context);
+  };
+  const auto over = [&](const GradientArgs& some, const PartRange& parts) {
+    if (padded_k(args.chunk.problem.head_dim_k) == 64) {
+      of.template operator()<ChannelBackBlock<64, 1>>(some, parts);
+    } else {
+      columns == kGroupColumns ? of.template operator()<ChannelBackBlock<128, 1>>(some, parts)
+                               : of.template operator()<ChannelBackBlock<128, 2>>(some, parts);
+    }
+  };
+  const auto make_maps = [&](const GradientArgs& some, const PartRange& parts) {
+    of.template operator()<ChannelBackBlock<128, 2, true>>(some, parts);
+  };
+  scan_back_in_parts(args, columns, over, make_maps, context);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -89,7 +89,7 @@ struct Block {
     RingBarriers<kLateDepth> of_late;
     RingBarriers<kEarlyDepth> of_early;
     TransactionBarrier made[kLateDepth];
-    ForwardWork work;
+    ScanWork work;
     int64_t first_item;  // of the factors
     WalkFlags flags;
     float4 halves[kHalves ? 2 : 1][kHalves ? kTokenTiles : 1]
@@ -119,7 +119,7 @@ template <class Shape>
 __device__ __forceinline__ void bring_share(const ForwardArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
                                             int share, int c, const typename Shape::Turn& turn) {
   if (share != 0 && args.published != nullptr) wait_published(s.flags, share - 1);
-  const auto& [part, walk, ends] = s.work;
+  const auto& [part, walk, is_tail] = s.work;
   const int64_t item = item_at(args, s, c);
   const RowsPlace keys = rows_of(args, walk, c, part.key_head);
   using Tile = KeyTile<Shape::kWidth>;
@@ -161,7 +161,7 @@ __device__ __forceinline__ void bring_share(const ForwardArgs& args, const ScanM
 template <class Shape>
 __device__ __forceinline__ void store_leaving(const ForwardArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
                                               int c, uint32_t parity) {
-  const auto& [part, walk, ends] = s.work;
+  const auto& [part, walk, is_tail] = s.work;
   s.there.wait(parity);
 #pragma unroll
   for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {

@@ -86,7 +86,7 @@ struct ChannelBlock {
     RingBarriers<kReadDepth> of_read;
     RingBarriers<kDepth> of_solve, of_write;
     Handed handed[kGroups];
-    ForwardWork work[kGroups];  // of a warpgroup: here it takes no registers
+    ScanWork work[kGroups];  // of a warpgroup: here it takes no registers
   };
   static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 
@@ -149,7 +149,7 @@ struct ChannelScanBringer {
     if constexpr (!Shape::kMakesMaps) load_lower(s.write[at].sP, maps.lower, kLowerP, item, filled);
   }
 
-  __device__ __forceinline__ void run(int64_t parts, int ring) const {
+  __device__ __forceinline__ void run(const PartRange& parts, int ring) const {
     typename Shape::Turns turn;
     const auto bring = [&](const ScanPart& part, const Walk& walk) {
       for (int c = 0; c < walk.chunks; ++c, turn.next()) {
@@ -163,7 +163,7 @@ struct ChannelScanBringer {
         }
       }
     };
-    for_each_forward_part<Shape::kWidth, Shape::kMakesMaps>(args, parts, Shape::kColumns, bring);
+    for_each_part<Shape::kWidth, Shape::kMakesMaps>(args, parts, Shape::kColumns, bring);
   }
 };
 
@@ -194,7 +194,7 @@ struct ChannelScanStorer {
               ValueTile(s.o[group]).panel(0));
   }
 
-  __device__ __forceinline__ void run(int64_t parts) const {
+  __device__ __forceinline__ void run(const PartRange& parts) const {
     uint32_t parity = 0;
     const auto store_part = [&](const ScanPart& part, const Walk& walk) {
       if (walk.chunks == 0) return;
@@ -215,7 +215,7 @@ struct ChannelScanStorer {
         }
       }
     };
-    for_each_forward_part<Shape::kWidth, Shape::kMakesMaps>(args, parts, Shape::kColumns, store_part);
+    for_each_part<Shape::kWidth, Shape::kMakesMaps>(args, parts, Shape::kColumns, store_part);
   }
 };
 
@@ -406,7 +406,7 @@ struct ChannelStateGroup {
 template <DType kType, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     channel_scan_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ ChannelScanMaps maps,
-                        int64_t parts) {
+                        PartRange parts) {
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
     s.of_read.init(Shape::kStateWarps);
@@ -435,13 +435,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     if constexpr (Shape::kTakesRegisters) take_registers<Shape::kStateRegisters>();
     typename Shape::Turns turn;
     const int group = warp / kGroupWarps;
-    const auto find = [&](int64_t at) {
-      return forward_part_at<Shape::kWidth, Shape::kMakesMaps>(args, at, Shape::kColumns);
-    };
+    const auto find = [&](int64_t at) { return work_at<Shape::kWidth, Shape::kMakesMaps>(args, at, Shape::kColumns); };
     for_each_found_part(parts, group, s.work[group], find, [&] {
-      const auto& [part, walk, ends] = s.work[group];
+      const auto& [part, walk, is_tail] = s.work[group];
       const StateColumns<Shape::kWidth, Shape::kStateGroups> own{
-          args, part, walk, ends, group, warp % kGroupWarps, opaque_below<kWarpSize>(lane)};
+          args, part, walk, is_tail, group, warp % kGroupWarps, opaque_below<kWarpSize>(lane)};
       ChannelStateGroup<kType, Shape>{own, s}.run(turn);
     });
   }
@@ -453,7 +451,7 @@ void launch_channel_scan_of(const ForwardArgs& args, const ChannelScanMaps& maps
   launch<channel_scan_kernel<kType, Shape>>(
       "delta_rule chunk_sm90 scan per channel", context,
       {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},
-      args, maps, parts);
+      args, maps, PartRange{0, parts});
 }
 
 }  // namespace

@@ -8,29 +8,31 @@
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
-using chunk_16bit::BlockWork;
 using chunk_16bit::Walk;
 
-__device__ __forceinline__ int64_t segment_tokens(const ForwardArgs& args) {
+__device__ __forceinline__ int64_t segment_tokens(const ScanArgs& args) {
   return args.segments.chunks * args.chunked.chunk_size;
 }
 
-// h, or the state after it, and M^T of the segment that begins at token `begin` of a row. Offsets out of order may name
-// one that there is no memory for; they get another.
-enum MapPart { kAfter, kOnState };
-__device__ __forceinline__ float* segment_map(const ForwardArgs& args, int64_t batch, int64_t begin, int head,
-                                              int part) {
+// A matrix of the segment that begins at token `begin` of a row. Offsets out of order may name one that there is no memory
+// for; they get another.
+__device__ __forceinline__ float* segment_map(const ScanArgs& args, int64_t batch, int64_t begin, int head,
+                                              MapPart part) {
   const Segments& segments = args.segments;
   const int64_t slot = clamped(begin / segment_tokens(args) - segments.first, 0, max(segments.count - 1, int64_t{0}));
   return segments.maps +
-         (((batch * segments.count + slot) * args.problem.num_value_heads + head) * 2 + part) * kMapFloats;
+         (((batch * segments.count + slot) * args.problem.num_value_heads + head) * segments.parts + part) * kMapFloats;
+}
+// The matrix of a row and a head that windows hand over.
+__device__ __forceinline__ int64_t composed_at(const ScanArgs& args, int64_t batch, int head) {
+  return (batch * args.problem.num_value_heads + head) * kMapFloats;
 }
 
-// What a block of a scan forward is at.
-struct ForwardWork {
+// What a block of a scan is at.
+struct ScanWork {
   ScanPart part;
   Walk walk;
-  bool ends;  // the state after the walk, where it closes, is the sequence's final one
+  bool is_tail;  // or all of a sequence that is not cut: no segment
 };
 
 // Of a sequence: its segment with the index, or the tail where the index is the number of segments.
@@ -40,7 +42,7 @@ struct SegmentPlace {
 };
 
 // With offsets: of all segments the i-th.
-__device__ __forceinline__ SegmentPlace segment_in_order(const ForwardArgs& args, int64_t i) {
+__device__ __forceinline__ SegmentPlace segment_in_order(const ScanArgs& args, int64_t i) {
   const int64_t* before = args.segments.before;
   int64_t low = 0, high = args.problem.sequences.count;
   if (i >= before[high]) return {0, 0, false};
@@ -54,13 +56,13 @@ __device__ __forceinline__ SegmentPlace segment_in_order(const ForwardArgs& args
 
 // The i-th segment of those that a launch counts: of a fixed length those with the window's numbers in all rows, with offsets
 // all up to the last of these numbers, which the i-th has at least.
-__device__ __forceinline__ SegmentPlace segment_at(const ForwardArgs& args, int64_t i) {
+__device__ __forceinline__ SegmentPlace segment_at(const ScanArgs& args, int64_t i) {
   const Sequences& sequences = args.problem.sequences;
   if (sequences.offsets != nullptr) return segment_in_order(args, i);
   const int64_t row = i / args.segments.count, index = args.segments.first + i - row * args.segments.count;
   return {row, index, index < segments_of(sequences.tokens, segment_tokens(args))};
 }
-inline int64_t count_segments(const ForwardArgs& args) {
+inline int64_t count_segments(const ScanArgs& args) {
   const Segments& segments = args.segments;
   const Sequences& sequences = args.problem.sequences;
   return sequences.offsets != nullptr ? segments.first + segments.count : sequences.count * segments.count;
@@ -69,7 +71,7 @@ inline int64_t count_segments(const ForwardArgs& args) {
 // Parts of a scan over segments: ranges of `columns` columns of a value head of a tail or a segment, the tails, which may
 // be longer, first. Of a scan of maps: of the columns of h and M of a segment.
 template <bool kMaps>
-__device__ __forceinline__ ForwardWork segment_part_at(const ForwardArgs& args, int64_t at, int columns) {
+__device__ __forceinline__ ScanWork segment_part_at(const ScanArgs& args, int64_t at, int columns) {
   const DeltaRuleDeviceProblem& p = args.problem;
   const int64_t C = args.chunked.chunk_size, n = args.segments.chunks, tails = kMaps ? 0 : p.sequences.count;
   const int ranges = ((kMaps ? 2 * kMapWidth : p.head_dim_v) + columns - 1) / columns;
@@ -77,8 +79,8 @@ __device__ __forceinline__ ForwardWork segment_part_at(const ForwardArgs& args, 
   const bool is_tail = piece < tails;
   const SegmentPlace place = is_tail ? SegmentPlace{piece, 0, true} : segment_at(args, piece - tails);
   // Of the sequence, and then of the segment.
-  ForwardWork work;
-  work.ends = is_tail;
+  ScanWork work;
+  work.is_tail = is_tail;
   const int64_t of_sequence = place.sequence * p.num_value_heads + (row - piece * p.num_value_heads);
   work.part = scan_part_at(p, args.chunked, of_sequence * ranges + (at - row * ranges), ranges * columns, columns);
   Walk& walk = work.walk;
@@ -95,31 +97,44 @@ __device__ __forceinline__ ForwardWork segment_part_at(const ForwardArgs& args, 
   return work;
 }
 
-// Parts of a scan over whole sequences.
-__device__ __forceinline__ BlockWork sequence_part_at(const ChunkArgs& args, int64_t at, int columns) {
-  BlockWork work;
-  work.part = scan_part_at(args.problem, args.chunked, at, columns);
-  work.walk = walk_of(args, work.part);
-  return work;
-}
-
-// Parts of a scan forward, over either, and how many there are.
+// Parts of a scan over whole sequences, or over either.
 template <int kK, bool kMaps>
-__device__ __forceinline__ ForwardWork forward_part_at(const ForwardArgs& args, int64_t at, int columns) {
+__device__ __forceinline__ ScanWork work_at(const ScanArgs& args, int64_t at, int columns) {
   if constexpr (kK == kMapWidth) {
     if (kMaps || args.segments.chunks > 0) return segment_part_at<kMaps>(args, at, columns);
   }
-  const auto [part, walk] = sequence_part_at(args, at, columns);
-  return {part, walk, true};
+  ScanWork work;
+  work.part = scan_part_at(args.problem, args.chunked, at, columns);
+  work.walk = walk_of(args, work.part);
+  work.is_tail = true;
+  return work;
 }
+
+// Which parts a launch walks over. Of those of `columns` columns there are first the ones of tails, and then those of segments,
+// which are all that a scan of maps has.
+struct PartRange {
+  int64_t begin, end;
+};
+inline PartRange tail_parts(const ScanArgs& args, int columns) {
+  const DeltaRuleDeviceProblem& p = args.problem;
+  return {0, p.sequences.count * p.num_value_heads * ((p.head_dim_v + columns - 1) / columns)};
+}
+inline PartRange segment_parts(const ScanArgs& args, int columns) {
+  const DeltaRuleDeviceProblem& p = args.problem;
+  const int64_t first = tail_parts(args, columns).end;
+  return {first, first + count_segments(args) * p.num_value_heads * ((p.head_dim_v + columns - 1) / columns)};
+}
+inline PartRange map_parts(const ScanArgs& args, int columns) {
+  return {0, count_segments(args) * args.problem.num_value_heads * (2 * kMapWidth / columns)};
+}
+
+// Of a scan forward, how many.
 template <bool kMaps>
 int64_t count_forward_parts(const ForwardArgs& args, int columns) {
-  const DeltaRuleDeviceProblem& p = args.problem;
-  // Of outputs the tails come first: they are enough where nothing but final states is wanted.
-  const bool walks_segments = kMaps || args.o.present() || args.chunk_states.present();
-  const int64_t segments = args.segments.chunks > 0 && walks_segments ? count_segments(args) : 0;
-  const int64_t ranges = ((kMaps ? 2 * kMapWidth : p.head_dim_v) + columns - 1) / columns;
-  return ((kMaps ? 0 : p.sequences.count) + segments) * p.num_value_heads * ranges;
+  if (kMaps) return map_parts(args, columns).end;
+  // The tails come first: they are enough where nothing but final states is wanted.
+  const bool walks_segments = args.segments.chunks > 0 && (args.o.present() || args.chunk_states.present());
+  return walks_segments ? segment_parts(args, columns).end : tail_parts(args, columns).end;
 }
 
 }  // namespace

@@ -10,26 +10,12 @@
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
-// Parts of a scan: ranges of `columns` value columns of a (sequence, value head).
-inline int64_t count_parts(const DeltaRuleDeviceProblem& p, int columns) {
-  return p.sequences.count * p.num_value_heads * ((p.head_dim_v + columns - 1) / columns);
-}
-
 // body(part, walk) for the parts of this block of which anything is to be done in the window.
-template <class Body>
-__device__ __forceinline__ void for_each_part(const ChunkArgs& args, int64_t parts, int columns, const Body& body) {
-  for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
-    const auto [part, walk] = sequence_part_at(args, at, columns);
-    if (walk.exists) body(part, walk);
-  }
-}
-
-// The same of a scan forward, which may have segments for sequences.
 template <int kK, bool kMaps, class Body>
-__device__ __forceinline__ void for_each_forward_part(const ForwardArgs& args, int64_t parts, int columns,
-                                                      const Body& body) {
-  for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
-    const ForwardWork work = forward_part_at<kK, kMaps>(args, at, columns);
+__device__ __forceinline__ void for_each_part(const ScanArgs& args, const PartRange& parts, int columns,
+                                              const Body& body) {
+  for (int64_t at = parts.begin + blockIdx.x; at < parts.end; at += gridDim.x) {
+    const ScanWork work = work_at<kK, kMaps>(args, at, columns);
     if (work.walk.exists) body(work.part, work.walk);
   }
 }
@@ -130,6 +116,35 @@ __device__ __forceinline__ void subtract_rounded(const Fragments<kSteps>& a, flo
   for (int m = 0; m < kSteps; ++m) subtract_a<kType>(a[m], c[2 * m], c[2 * m + 1]);
 }
 
+// The rows of the identity from `row` on.
+template <int kK>
+__device__ __forceinline__ void set_identity(int row, int lane, StateSums<kK>& S) {
+#pragma unroll
+  for (int n = 0; n < kKeyTiles<kK>; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      S[n][e] = row + lane / 4 + e / 2 * 8 == 8 * n + 2 * (lane % 4) + e % 2 ? 1.0f : 0.0f;
+    }
+  }
+}
+
+// A matrix of a segment as a state.
+__device__ __forceinline__ DeviceStates dense_map(float* map) {
+  DeviceStates dense;
+  dense.data = map;
+  dense.k_stride = 1;
+  dense.v_stride = kMapWidth;
+  return dense;
+}
+
+// Of a segment that is cut by windows, a thread's share of a map.
+template <class Float>
+__device__ __forceinline__ Float* carried_map_at(const ScanArgs& args, Float* maps, const Walk& walk, int head,
+                                                 bool on_state) {
+  const int64_t row = walk.span.batch * args.problem.num_value_heads + head;
+  return maps + (2 * row + (on_state ? kOnState : kAlone)) * kMapFloats + 4 * threadIdx.x;
+}
+
 // By a lane for all of its warp, whose lanes have all read the buffer.
 __device__ __forceinline__ void release(TransactionBarrier& free, int lane) {
   __syncwarp();
@@ -143,9 +158,9 @@ __device__ __forceinline__ void group_barrier(int group) {
 
 // As for_each_part, for a warpgroup: body() with what find(at) found in shared memory, where it takes no registers.
 template <class Work, class Find, class Body>
-__device__ __forceinline__ void for_each_found_part(int64_t parts, int group, Work& work, const Find& find,
+__device__ __forceinline__ void for_each_found_part(const PartRange& parts, int group, Work& work, const Find& find,
                                                     const Body& body) {
-  for (int64_t at = blockIdx.x; at < parts; at += gridDim.x) {
+  for (int64_t at = parts.begin + blockIdx.x; at < parts.end; at += gridDim.x) {
     group_barrier(group);
     if (threadIdx.x % kGroupThreads == 0) work = find(at);
     group_barrier(group);
@@ -160,7 +175,7 @@ struct StateColumns {
   const ForwardArgs& args;
   const ScanPart& part;
   const Walk& walk;
-  const bool& ends;       // see ForwardWork
+  const bool& is_tail;    // see ScanWork
   int group, warp, lane;  // the warp within the warpgroup
   int first_channel = 0;
 
@@ -188,7 +203,7 @@ struct StateColumns {
     }
     if constexpr (kK == kMapWidth && kParts == 1) {
       if (walk.position > 0) {
-        load_state<kMapWidth>(dense(state_before()), 0, column(), kMapWidth, kMapWidth, lane, S);
+        load_state<kMapWidth>(dense_map(state_before()), 0, column(), kMapWidth, kMapWidth, lane, S);
         return;
       }
     }
@@ -201,7 +216,7 @@ struct StateColumns {
   // The state before chunk c of the walk, or after the last one.
   __device__ __forceinline__ void save_state(int c, bool last, StateSums<kK>& S) const {
     if (last && !walk.closes) return chunk_16bit::give_tiles<kStateThreads>(carried(args.carried.given), S);
-    if (last && !ends) return;  // the state after a segment is the composed one
+    if (last && !is_tail) return;  // the state after a segment is the composed one
     const StateAddress place =
         last ? final_state_address(args, part) : chunk_state_address(args, part, walk.span.batch, walk.position + c);
     if (!place.exists) return;
@@ -213,46 +228,28 @@ struct StateColumns {
   __device__ __forceinline__ bool is_on_state() const { return part.column >= kMapWidth; }
   __device__ __forceinline__ void begin_map(StateSums<kK>& S) const {
     if (!walk.opens) return chunk_16bit::take_tiles<kStateThreads>(carried_map(args.segments.carried.taken), S);
-    if (!is_on_state()) return;
-#pragma unroll
-    for (int n = 0; n < kKeyTiles<kK>; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int row = column() - kMapWidth + lane / 4 + e / 2 * 8, channel = 8 * n + 2 * (lane % 4) + e % 2;
-        S[n][e] = row == channel ? 1.0f : 0.0f;
-      }
-    }
+    if (is_on_state()) set_identity<kK>(column() - kMapWidth, lane, S);
   }
   __device__ __forceinline__ void end_map(StateSums<kK>& S) const {
     if (!walk.closes) return chunk_16bit::give_tiles<kStateThreads>(carried_map(args.segments.carried.given), S);
     const int64_t begin = walk.span.begin + walk.span.length - segment_tokens(args);
-    float* map = segment_map(args, walk.span.batch, begin, part.head, is_on_state() ? kOnState : kAfter);
-    store_state<kMapWidth>(dense(map), 0, column() - (is_on_state() ? kMapWidth : 0), kMapWidth, kMapWidth, lane, S);
-  }
-
-  // Matrices of composition, [128 value columns, 128 channels].
-  __device__ __forceinline__ static DeviceStates dense(float* states) {
-    DeviceStates dense;
-    dense.data = states;
-    dense.k_stride = 1;
-    dense.v_stride = kMapWidth;
-    return dense;
+    float* map = segment_map(args, walk.span.batch, begin, part.head, is_on_state() ? kOnState : kAlone);
+    store_state<kMapWidth>(dense_map(map), 0, column() - (is_on_state() ? kMapWidth : 0), kMapWidth, kMapWidth, lane,
+                           S);
   }
 
   // Where a segment or a tail begins: the state after the segment before it, which may have ended with the last window.
   __device__ __forceinline__ float* state_before() const {
     if (first_chunk_of(args.chunked, part.sequence) + walk.position == args.window.begin) {
-      return const_cast<float*>(args.segments.after.taken) +
-             (walk.span.batch * args.problem.num_value_heads + part.head) * kMapFloats;
+      return const_cast<float*>(args.segments.composed.taken) + composed_at(args, walk.span.batch, part.head);
     }
-    return segment_map(args, walk.span.batch, walk.span.begin - segment_tokens(args), part.head, kAfter);
+    return segment_map(args, walk.span.batch, walk.span.begin - segment_tokens(args), part.head, kAlone);
   }
 
   template <class Float>
   __device__ __forceinline__ Float* carried_map(Float* maps) const {
     static_assert(kGroups == 2);
-    const int64_t head = walk.span.batch * args.problem.num_value_heads + part.head;
-    return maps + (2 * head + (is_on_state() ? kOnState : kAfter)) * kMapFloats + 4 * threadIdx.x;
+    return carried_map_at(args, maps, walk, part.head, is_on_state());
   }
 
   // The same before chunk c from the rounded state, where states have its type and rows along K. Neighbouring lanes
