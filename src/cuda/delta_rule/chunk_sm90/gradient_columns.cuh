@@ -242,7 +242,8 @@ void scan_back_in_parts(const GradientArgs& args, int columns, const Over& over,
   }
   maps(of_maps, map_parts(chunk, 2 * kGroupColumns));
   launch_compose_back(chunk, args.d_final_state, args.d_initial_state, context);
-  over(args, segment_parts(chunk, columns));
+  // Of segments there is dv, and what the gradients read beside the states.
+  if (args.dv.present() || args.S.present()) over(args, segment_parts(chunk, columns));
 }
 
 }  // namespace

@@ -11,6 +11,13 @@
 //     compose    S_{j+1} = M_j S_j + h_j in fp32, from the initial state on                compose.cu
 //     outputs    the scan as ever, of segments instead of sequences, each from its S_j
 //
+// The gradient of the state goes the same way back, G_in = M^T G_out + e:
+//
+//     tails      the scan back over what is behind the segments          scan_back.cuh, scan_back_per_channel.cuh
+//     maps       beside it, e from the gradient 0, M^T from the identity
+//     compose    G_j = M_j^T G_{j+1} + e_j, from what the tail leaves or the final state's, down to the initial state's
+//     segments   the scan back as ever, each from its G_{j+1}
+//
 // With P = multiprocessors / (2 heads) segments at once, t_m and t_o for a chunk of the scans of maps and outputs, and t_c
 // for a step of the composition, a sequence of N chunks takes about
 //
@@ -19,7 +26,7 @@
 // On an H200 t_o = 1.2 us, from times of whole calls; t_m = 1.4 and t_c = 1.4 are estimates. A sequence of 8192 tokens takes
 // 0.110 ms instead of 0.174 with 8 heads of GDN, and 0.20 instead of 0.23 with 12 of KDA. P = 5 gives 0.43 + 0.07 of the
 // time without; P = 4, with 16 heads on 132 multiprocessors, 0.54 + 0.07, which two such sequences at once already lose. So
-// a head count is cut from P = 5 on. n = 16 is where a sequence of 8192 tokens and 8 heads has one wave of blocks; fewer
+// a head count is cut from P = 5 on, in both directions. n = 16 is where a sequence of 8192 tokens and 8 heads has one wave of blocks; fewer
 // chunks make the composition longer than the scans.
 //
 // The bits of a sequence must not depend on the batch, so a batch that would fill the device by itself is cut as well, and
