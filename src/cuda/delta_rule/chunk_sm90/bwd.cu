@@ -1,8 +1,7 @@
 // The entry chunk_sm90, backward in the chunk form on Hopper: what it takes, its tensor maps and its launches. One decay per
 // head: factors as in chunk_16bit, then scan.cuh, scan_back.cuh, gradients.cuh. One per channel: factors_per_channel.cu,
 // scan_per_channel.cuh, scan_back_per_channel.cuh, gradients_per_channel.cuh. The gradients of chunk_16bit follow for what
-// the last one leaves, and take the place of either for widths that it does not take. With K above 128 only the states are
-// made here, as in the forward: the others are the kernels of chunk_16bit.
+// the last one leaves, and take the place of either for widths that it does not take.
 #include <algorithm>
 #include <functional>
 #include <limits>
@@ -216,7 +215,7 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   const DeltaRuleSizes& sizes = problem.sizes;
   if (const std::string reason = chunk_16bit::declines_backward(problem); !reason.empty()) return reason;
   const bool per_channel = chunk_16bit::has_decay_per_channel(problem);
-  const int most_k = per_channel ? kMostK : kMostForwardK;
+  const int most_k = per_channel ? kMostK : kMostScanK;
   if (const std::string reason = declines_widths(sizes, most_k, in.q.device.index); !reason.empty()) return reason;
   if (!call.d_o.present()) return "d_o must be there";
   const DType dtype = in.k.dtype;
@@ -235,7 +234,6 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   if (per_channel) {
     return lacks_shared_memory(std::max(channel_scan_bytes(K), channel_scan_back_bytes(K)), in.q.device.index);
   }
-  if (K > kMostK) return lacks_shared_memory(scan_bytes(K), in.q.device.index);
   const size_t of_gradients = takes_gradients(sizes) ? gradients_bytes(K, columns_of_gradients(sizes)) : 0;
   return lacks_shared_memory(std::max({scan_bytes(K), scan_back_bytes(K), of_gradients}), in.q.device.index);
 }
@@ -248,8 +246,7 @@ std::string config_text(const DeltaRuleBackwardProblem& problem, const Context& 
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   chunk_16bit::BackKernels kernels = chunk_16bit::back_kernels(problem, context);
-  const bool scans_back = problem.sizes.head_dim_k <= kMostK;
-  if (scans_back) kernels.ready_columns = 0;
+  kernels.ready_columns = 0;
   kernels.segment_chunks = segment_chunks_of(problem, context);
   if (chunk_16bit::has_decay_per_channel(problem)) {
     kernels.scan_states = [&](const ForwardArgs& args) { scan_channel_states(problem, args, context); };
@@ -262,11 +259,11 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
     }
   } else {
     kernels.scan_states = [&](const ForwardArgs& args) { scan_states(problem, args, context); };
-    if (scans_back) kernels.scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); };
+    kernels.scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); };
     if (takes_gradients(problem.sizes)) {
       kernels.gradients_on_one = gradients_on_one(columns_of_gradients(problem.sizes));
       kernels.sums_keys = false;
-      kernels.follow = scans_back && fills_device(problem, context);
+      kernels.follow = fills_device(problem, context);
       kernels.gradients = [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); };
     }
   }

@@ -311,7 +311,7 @@ bool takes_head_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes) 
   const int device = in.q.device.index;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 2 - kChunkRows;  // places are 32-bit numbers
   const int64_t most_chunks = sizes.batch * sizes.tokens + sizes.num_sequences;
-  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 && sizes.head_dim_k <= kMostForwardK &&
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 && sizes.head_dim_k <= kMostScanK &&
          has_token_map(in.q) && has_token_map(in.k) && sizes.tokens <= kMost &&
          most_chunks * sizes.num_value_heads <= kMost &&
          lacks_shared_memory(factors_bytes(padded_k(sizes.head_dim_k), true), device).empty();

@@ -43,24 +43,36 @@ __device__ __forceinline__ void for_each_chunk_back(const ScanArgs& args, const 
   }
 }
 
-// The columns of a warpgroup, one of kGroups that share the columns of a block.
-template <int kK, int kGroups>
+// The columns of a warpgroup, one of kRanges that share the columns of a block; kK channels, of which kParts warpgroups have
+// others each.
+template <int kK, int kRanges, int kParts = 1>
 struct GradientColumns {
+  static_assert(kRanges == 1 || kParts == 1);
   const GradientArgs& args;
   const ScanPart& part;
   const Walk& walk;
   const bool& is_tail;    // see ScanWork
   int group, warp, lane;  // the warp within the warpgroup
 
-  __device__ __forceinline__ int first_column() const { return part.column + group * kGroupColumns; }
-  __device__ __forceinline__ int column() const { return first_column() + 16 * warp; }
+  // Which 64 columns of the block, and which channels.
+  __device__ __forceinline__ int range() const { return kParts == 1 ? group : 0; }
+  __device__ __forceinline__ int channel() const { return kParts == 1 ? 0 : kK * group; }
+  __device__ __forceinline__ int column() const { return part.column + range() * kGroupColumns + 16 * warp; }
+  // Whether Y and dv are left to it: all parts have the same.
+  __device__ __forceinline__ bool leaves_Y() const { return kParts == 1 || group == 0; }
+
+  // Channels from the first on that there are, and where a state has it.
+  __device__ __forceinline__ int channels() const { return args.chunk.problem.head_dim_k - channel(); }
+  __device__ __forceinline__ int64_t offset_in(const DeviceStates& states) const {
+    return state_offset(states, part) + channel() * states.k_stride;
+  }
 
   // The thread's share of what the windows hand each other.
-  static constexpr int kStateThreads = kGroups * kGroupThreads;
+  static constexpr int kStateThreads = kRanges * kParts * kGroupThreads;
   template <class Float>
   __device__ __forceinline__ Float* carried(Float* states) const {
-    constexpr int kColumns = kGroups * kGroupColumns;
-    return chunk_16bit::carried_at(args.chunk, states, part, walk, kColumns, kColumns * kK,
+    constexpr int kColumns = kRanges * kGroupColumns;
+    return chunk_16bit::carried_at(args.chunk, states, part, walk, kColumns, kColumns * kK * kParts,
                                    static_cast<int>(threadIdx.x));
   }
 
@@ -70,7 +82,7 @@ struct GradientColumns {
       chunk_16bit::take_tiles<kStateThreads>(carried(args.chunk.carried.taken), G);
       return;
     }
-    if constexpr (kK == kMapWidth) {
+    if constexpr (kK == kMapWidth && kParts == 1) {
       if (!is_tail && !ends_sequence()) {
         // Nobody writes the columns beyond those of the values.
         load_state<kMapWidth>(dense_map(const_cast<float*>(gradient_behind())), 0, column(), kMapWidth, p.head_dim_v,
@@ -79,8 +91,7 @@ struct GradientColumns {
       }
     }
     if (args.d_final_state.present()) {
-      load_state<kK>(args.d_final_state, state_offset(args.d_final_state, part), column(), p.head_dim_k, p.head_dim_v,
-                     lane, G);
+      load_state<kK>(args.d_final_state, offset_in(args.d_final_state), column(), channels(), p.head_dim_v, lane, G);
     }
   }
 
@@ -88,15 +99,15 @@ struct GradientColumns {
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
     if (!walk.opens) return chunk_16bit::give_tiles<kStateThreads>(carried(args.chunk.carried.given), G);
     if (!is_tail) return;  // the gradient before a segment is the composed one
-    if constexpr (kK == kMapWidth) {
+    if constexpr (kK == kMapWidth && kParts == 1) {
       if (walk.position > 0) {
         store_state<kMapWidth>(dense_map(gradient_behind_last()), 0, column(), kMapWidth, kMapWidth, lane, G);
         return;
       }
     }
     if (args.d_initial_state.present()) {
-      store_state<kK>(args.d_initial_state, state_offset(args.d_initial_state, part), column(), p.head_dim_k,
-                      p.head_dim_v, lane, G);
+      store_state<kK>(args.d_initial_state, offset_in(args.d_initial_state), column(), channels(), p.head_dim_v, lane,
+                      G);
     }
   }
 
@@ -118,7 +129,7 @@ struct GradientColumns {
   }
   template <class Float>
   __device__ __forceinline__ Float* carried_map(Float* maps) const {
-    static_assert(kGroups == 2);
+    static_assert(kRanges == 2);
     return carried_map_at(args.chunk, maps, walk, part.head, is_on_state());
   }
 
@@ -186,40 +197,56 @@ struct GradientColumns {
 // window before, which the gradients before the kernel read.
 template <class Shape, class Maps>
 struct BackStorer {
+  static constexpr int kK = Shape::kOwnChannels;
   const GradientArgs& args;
   const Maps& maps;
   typename Shape::Shared& s;
   int group;
 
-  __device__ __forceinline__ void run(const PartRange& parts) const {
-    const StateTile<Shape::kWidth> G(s.leaving[group].G);
+  // See GradientColumns.
+  __device__ __forceinline__ int range() const { return Shape::kParts == 1 ? group : 0; }
+  __device__ __forceinline__ int channel() const { return Shape::kParts == 1 ? 0 : kK * group; }
+
+  __device__ __forceinline__ void store_G(int column, int slot) const {
+    const StateTile<kK> G(s.leaving[group].G);
+#pragma unroll
+    for (int p = 0; p < G.kPanels; ++p) {
+      if (column < args.padded_v) store_box(maps.G, {channel() + p * G.kPanelColumns, column, slot}, G.panel(p));
+    }
+  }
+  __device__ __forceinline__ void store_Y(const RowsPlace& at, int column, int slot) const {
     const WritesTile Y(s.leaving[group].Y);
     const ValueTile dv(s.leaving[group].dv);
+    if (column < args.padded_v) store_box(maps.Y, {0, column, slot}, Y.panel(0));
+    if (args.dv.present() && column < args.chunk.problem.head_dim_v) {
+      store_box(maps.dv, {column, at.head, at.missing, at.end, at.batch}, dv.panel(0));
+    }
+  }
+  // Until what was stored has been read from shared memory.
+  static __device__ __forceinline__ void finish() {
+    commit_stores();
+    wait_stores_read<0>();
+  }
+
+  __device__ __forceinline__ void run(const PartRange& parts) const {
     auto& barriers = s.barriers_of_leaving;
     uint32_t parity = 0;
     if (args.waits_late) wait_for_previous_kernels();
     for_each_chunk_back<Shape>(args.chunk, parts, [&](const ScanPart& part, const Walk& walk, int c) {
-      const int column = part.column + group * kGroupColumns;
+      const int column = part.column + range() * kGroupColumns;
       const int64_t chunk = walk.first_chunk + c;
       const int slot =
           static_cast<int>(args.chunk.window.slot_of(chunk)) * args.chunk.problem.num_value_heads + part.head;
       barriers.G_ready[group].wait(parity);
-#pragma unroll
-      for (int p = 0; p < G.kPanels; ++p) {
-        if (column < args.padded_v) store_box(maps.G, {p * G.kPanelColumns, column, slot}, G.panel(p));
-      }
-      commit_stores();
-      wait_stores_read<0>();
+      store_G(column, slot);
+      finish();
       barriers.G_left[group].arrive();
-      barriers.Y_ready[group].wait(parity);
-      if (column < args.padded_v) store_box(maps.Y, {0, column, slot}, Y.panel(0));
-      if (args.dv.present() && column < args.chunk.problem.head_dim_v) {
-        const RowsPlace at = rows_of(args.chunk, walk, c, part.head);
-        store_box(maps.dv, {column, at.head, at.missing, at.end, at.batch}, dv.panel(0));
+      if (Shape::kParts == 1 || group == 0) {
+        barriers.Y_ready[group].wait(parity);
+        store_Y(rows_of(args.chunk, walk, c, part.head), column, slot);
+        finish();
+        barriers.Y_left[group].arrive();
       }
-      commit_stores();
-      wait_stores_read<0>();
-      barriers.Y_left[group].arrive();
       parity ^= 1;
     });
   }

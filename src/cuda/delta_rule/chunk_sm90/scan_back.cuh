@@ -1,4 +1,4 @@
-// The scan from the last chunk of a sequence to the first on Hopper, for one decay per head or none, K <= 128 and any V. See
+// The scan from the last chunk of a sequence to the first on Hopper, for one decay per head or none, K <= 256 and any V. See
 // ../chunk_16bit/gradient.cuh for the equations. What it reads and writes is what the scan back of chunk_16bit does.
 //
 // The mirror of scan.cuh: G^T [columns x K] stays in the registers of two warpgroups, or one, 64 columns each. Two more warps
@@ -14,6 +14,9 @@
 // Only the first, third and fifth wait for each other. Rows beyond the tokens of a chunk are zeros in k, q and d_o, and
 // so they are in Y; the blocks of J and sP above their diagonals are zeros too.
 //
+// With K above 128 two warpgroups have the same 64 columns and half of the channels each, as in scan.cuh. X = G^T k^T is the sum
+// of both, which one makes and the other takes from it; all else but G both make, and one of them leaves Y and dv.
+//
 // A scan of maps (segment_plan.h) has blocks of 128 columns of e or of M, for which d_o is zeros, and leaves nothing.
 //
 // A column's sums do not depend on other columns: how many of them a block has changes no bit.
@@ -28,32 +31,34 @@ namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
 // With K <= 64 a block has 64 columns, and two are on a multiprocessor, as in scan.cuh.
-template <int kK, int kGroups, bool kMaps = false>
+template <int kK, int kRanges, bool kMaps = false>
 struct BackBlock {
-  static_assert(kK == 128 || kGroups == 1);
-  static_assert(!kMaps || (kK == 128 && kGroups == 2));
-  static constexpr int kWidth = kK, kStateGroups = kGroups;
+  static_assert(kK == 128 || kRanges == 1);
+  static_assert(!kMaps || (kK == 128 && kRanges == 2));
+  static constexpr int kWidth = kK, kParts = kK == 256 ? 2 : 1, kOwnChannels = kK / kParts;  // of a warpgroup
+  static constexpr int kStateGroups = kRanges * kParts;
   static constexpr bool kMakesMaps = kMaps;
-  static constexpr int kBackStages = kK == 64 ? 2 : 3, kPairStages = 2;  // chunks: of all operands but sP, and of sP
-  static constexpr int kStateWarps = kGroups * kGroupWarps, kThreads = (kGroups + 1) * kGroupThreads;
-  static constexpr int kColumns = kGroups * kGroupColumns;
+  // Chunks: of all operands but sP, and of sP.
+  static constexpr int kBackStages = kK == 128 ? 3 : 2, kPairStages = kK == 256 ? 1 : 2;
+  static constexpr int kStateWarps = kStateGroups * kGroupWarps, kThreads = (kStateGroups + 1) * kGroupThreads;
+  static constexpr int kColumns = kRanges * kGroupColumns;
   static constexpr int kBlocksOnOne = kK == 64 ? 2 : 1;  // multiprocessor
   // All warpgroups share the registers evenly at first; for the last one fewer are enough. A warpgroup that has a
   // multiprocessor for itself and the last one needs no more.
-  static constexpr bool kTakesRegisters = kK == 64 || kGroups == 2;
+  static constexpr bool kTakesRegisters = kK == 64 || kStateGroups == 2;
   static constexpr int kStateRegisters = kK == 64 ? 184 : 216, kOtherRegisters = 72;
-  static_assert(kGroups * kStateRegisters + kOtherRegisters <= (kGroups == 2 ? 3 * 168 : 512 / kBlocksOnOne));
+  static_assert(kStateGroups * kStateRegisters + kOtherRegisters <= (kStateGroups == 2 ? 3 * 168 : 512 / kBlocksOnOne));
 
   struct alignas(1024) Stage {
-    unsigned char k[KeyTile<kK>::kBytes], q[KeyTile<kK>::kBytes], d_o[kGroups][ValueTile::kBytes], J[LowerTile::kBytes];
+    unsigned char k[KeyTile<kK>::kBytes], q[KeyTile<kK>::kBytes], d_o[kRanges][ValueTile::kBytes], J[LowerTile::kBytes];
     float token[kTokenFactors * kChunkRows];
   };
   static constexpr uint32_t kStageBytes =
-      2 * KeyTile<kK>::kBytes + kGroups * ValueTile::kBytes + LowerTile::kBytes + sizeof(Stage::token) + kTotalBytes;
+      2 * KeyTile<kK>::kBytes + kRanges * ValueTile::kBytes + LowerTile::kBytes + sizeof(Stage::token) + kTotalBytes;
 
   // On the way out of a warpgroup: G, and then Y and dv.
   union alignas(1024) Leaving {
-    unsigned char G[StateTile<kK>::kBytes];
+    unsigned char G[StateTile<kOwnChannels>::kBytes];
     struct {
       unsigned char Y[WritesTile::kBytes], dv[ValueTile::kBytes];
     };
@@ -63,12 +68,13 @@ struct BackBlock {
   struct alignas(1024) Shared {
     Stage stage[kBackStages];
     unsigned char sP[kPairStages][LowerTile::kBytes];
-    Leaving leaving[kGroups];
+    Leaving leaving[kStateGroups];
+    float4 X[kParts == 2 ? kTokenTiles : 1][kParts == 2 ? kGroupThreads : 1];  // of a thread, between parts
     float total[kBackStages][4];
-    ScanWork work[kGroups];  // of a warpgroup: here it takes no registers
+    ScanWork work[kStateGroups];  // of a warpgroup: here it takes no registers
     TransactionBarrier filled[kBackStages], free[kBackStages];
     TransactionBarrier sP_filled[kPairStages], sP_free[kPairStages];
-    LeavingBarriers<kGroups> barriers_of_leaving;
+    LeavingBarriers<kStateGroups> barriers_of_leaving;
   };
   static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 
@@ -102,7 +108,7 @@ struct BackBringer {
     filled.arrive_expecting(Shape::kStageBytes);
     load_panels(Keys(stage.k), maps.k, 0, args.problem.head_dim_k, keys, filled);
 #pragma unroll
-    for (int i = 0; i < Shape::kStateGroups; ++i) {
+    for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
       load_panels(ValueTile(stage.d_o[i]), maps.d_o, part.column + i * kGroupColumns, args.problem.head_dim_v, values,
                   filled);
     }
@@ -145,21 +151,53 @@ __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float2 factor) {
 
 template <DType kType, class Shape>
 struct BackGroup {
-  static constexpr int kK = Shape::kWidth;
-  const GradientColumns<kK, Shape::kStateGroups>& own;
+  static constexpr int kK = Shape::kOwnChannels, kParts = Shape::kParts;
+  GradientColumns<kK, Shape::kColumns / kGroupColumns, kParts> own;
   typename Shape::Shared& s;
+
+  // The warpgroup's channels of k or q.
+  __device__ __forceinline__ KeyTile<kK> own_keys(const unsigned char* memory) const {
+    return KeyTile<kK>(memory + (kParts == 2 ? own.group * KeyTile<kK>::kBytes : 0));
+  }
+
+  // X of both parts to both: the first adds what the second brings. Each thread exchanges with one.
+  __device__ __forceinline__ void exchange_X(TokenSums& X) const {
+    const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+    const auto put = [&] {
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) s.X[n][thread] = make_float4(X[n][0], X[n][1], X[n][2], X[n][3]);
+    };
+    if (own.group == 1) put();
+    named_barrier<3>(2 * kGroupThreads);
+    if (own.group == 0) {
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) {
+        const float4 x = s.X[n][thread];
+        X[n][0] += x.x, X[n][1] += x.y, X[n][2] += x.z, X[n][3] += x.w;
+      }
+      put();
+    }
+    named_barrier<4>(2 * kGroupThreads);
+    if (own.group == 0) return;
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+      const float4 x = s.X[n][thread];
+      X[n][0] = x.x, X[n][1] = x.y, X[n][2] = x.z, X[n][3] = x.w;
+    }
+  }
 
   // G^T of the chunk's end.
   __device__ __forceinline__ void leave_G(const Fragments<kKeySteps<kK>>& rG, uint32_t parity) const {
     if constexpr (Shape::kMakesMaps) return;
-    s.barriers_of_leaving.Y_left[own.group].wait(parity ^ 1);
+    auto& barriers = s.barriers_of_leaving;
+    (own.leaves_Y() ? barriers.Y_left : barriers.G_left)[own.group].wait(parity ^ 1);
     own.write_G(s.leaving[own.group].G, rG);
     own.hand_over(s.barriers_of_leaving.G_ready[own.group]);
   }
 
   // Y^T = X and dv = beta Y.
   __device__ __forceinline__ void leave_Y(const float* token, const TokenSums& X, uint32_t parity) const {
-    if constexpr (Shape::kMakesMaps) return;
+    if (Shape::kMakesMaps || !own.leaves_Y()) return;
     auto& leaving = s.leaving[own.group];
     s.barriers_of_leaving.G_left[own.group].wait(parity);
     own.template write_Y<kType>(leaving.Y, leaving.dv, token + kOnValue * kChunkRows, X);
@@ -168,7 +206,7 @@ struct BackGroup {
 
   __device__ __forceinline__ void run(typename Shape::Turn& turn) const {
     const Walk& walk = own.walk;
-    const int group = own.group, warp = own.warp, lane = own.lane;
+    const int warp = own.warp, lane = own.lane;
     StateSums<kK> G = {};
     if constexpr (Shape::kMakesMaps) {
       own.begin_map(G);
@@ -180,7 +218,7 @@ struct BackGroup {
     for (int c = walk.chunks - 1; c >= 0; --c, turn.next()) {
       auto& stage = s.stage[turn.all.at];
       const float* token = stage.token;
-      const KeyTile<kK> k(stage.k), q(stage.q);
+      const KeyTile<kK> k = own_keys(stage.k), q = own_keys(stage.q);
       const LowerTile J(stage.J), sP(s.sP[turn.sP.at]);
       TokenSums X, D;
       s.filled[turn.all.at].wait(turn.all.parity);
@@ -191,7 +229,7 @@ struct BackGroup {
       Fragments<kTokenSteps> d_o, dR, bY;
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) {
-        ValueTile(stage.d_o[group]).load_c_transposed(16 * m, warp, lane, d_o[m]);
+        ValueTile(stage.d_o[own.range()]).load_c_transposed(16 * m, warp, lane, d_o[m]);
       }
       s.sP_filled[turn.sP.at].wait(turn.sP.parity);
       wgmma_fence(D, d_o);
@@ -201,6 +239,7 @@ struct BackGroup {
       leave_G(rG, turn.parity);
       wgmma_wait<0>(X, D);
       if (lane == 0) s.sP_free[turn.sP.at].arrive();
+      if constexpr (kParts == 2) exchange_X(X);
 #pragma unroll
       for (int n = 0; n < kTokenTiles; ++n) {
         const float2 w = token_pair(token, kOnWrite, n, lane);
@@ -261,7 +300,6 @@ template <DType kType, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     scan_back_kernel(const __grid_constant__ GradientArgs args, const __grid_constant__ ScanBackMaps maps,
                      PartRange parts) {
-  constexpr int kGroups = Shape::kStateGroups;
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kBackStages; ++i) {
@@ -284,7 +322,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     const int role = warp - Shape::kStateWarps;
     if (role % 3 == 0 && elect_one()) BackBringer<Shape>{args.chunk, maps, s}.run(parts, role == 0);
     if constexpr (!Shape::kMakesMaps) {
-      if (role >= 1 && role <= kGroups && elect_one()) {
+      if (role >= 1 && role <= Shape::kStateGroups && elect_one()) {
         BackStorer<Shape, ScanBackMaps>{args, maps, s, role - 1}.run(parts);
       }
     }
@@ -295,8 +333,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     const auto find = [&](int64_t at) { return back_work_at<Shape>(args.chunk, at); };
     for_each_found_part(parts, group, s.work[group], find, [&] {
       const auto& [part, walk, is_tail] = s.work[group];
-      const GradientColumns<Shape::kWidth, kGroups> own{args, part, walk, is_tail, group, warp % 4, lane};
-      BackGroup<kType, Shape>{own, s}.run(turn);
+      BackGroup<kType, Shape>{{args, part, walk, is_tail, group, warp % 4, lane}, s}.run(turn);
     });
   }
   if (!args.waits_late) return;
@@ -321,8 +358,10 @@ void launch_scan_back(const GradientArgs& args, const ScanBackMaps& maps, int co
     launch_scan_back_of<kType, Shape>(some, maps, parts, context);
   };
   const auto over = [&](const GradientArgs& some, const PartRange& parts) {
-    if (padded_k(args.chunk.problem.head_dim_k) == 64) {
-      of.template operator()<BackBlock<64, 1>>(some, parts);
+    const int K = padded_k(args.chunk.problem.head_dim_k);
+    if (K != 128) {
+      K == 64 ? of.template operator()<BackBlock<64, 1>>(some, parts)
+              : of.template operator()<BackBlock<256, 1>>(some, parts);
     } else {
       columns == kGroupColumns ? of.template operator()<BackBlock<128, 1>>(some, parts)
                                : of.template operator()<BackBlock<128, 2>>(some, parts);

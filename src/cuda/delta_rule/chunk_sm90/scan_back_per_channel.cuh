@@ -37,7 +37,7 @@ template <int kK, int kGroups, bool kMaps = false>
 struct ChannelBackBlock {
   static_assert(kK == 128 || kGroups == 1);
   static_assert(!kMaps || (kK == 128 && kGroups == 2));
-  static constexpr int kWidth = kK, kStateGroups = kGroups;
+  static constexpr int kWidth = kK, kParts = 1, kOwnChannels = kK, kStateGroups = kGroups;
   static constexpr bool kMakesMaps = kMaps;
   static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
