@@ -10,6 +10,9 @@ namespace {
 
 using support::draw;
 
+// And of those for gradients of K above 64 with several ranges, the last not full.
+const std::vector<Widths> kWidthsOfGradients{{128, 128}, {64, 64}, {56, 136}, {128, 200}};
+
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 Context context() { return context_for("chunk_sm90"); }
@@ -152,7 +155,7 @@ TEST_P(Sm90DecayBackward, ColumnsOfABlockChangeNoBit) {
 
 INSTANTIATE_TEST_SUITE_P(GatesAndWidths, Sm90DecayBackward,
                          ::testing::Combine(::testing::Values(Gate::kPerHead, Gate::kPerChannel),
-                                            ::testing::ValuesIn(kWidthsOfKernels)),
+                                            ::testing::ValuesIn(kWidthsOfGradients)),
                          [](const auto& info) {
                            return std::string(name_of(std::get<0>(info.param))) +
                                   name_of_widths(std::get<1>(info.param));
@@ -187,6 +190,19 @@ TEST(Sm90Backward, MildDecaysPerChannelInFp16) {
   expect_as_reference(problem);
 }
 
+// Ranges of 128 columns of a head's values, of groups of heads and sequences of all lengths.
+TEST(Sm90Backward, ValuesAbove128) {
+  for (const Gate gate : {Gate::kNone, Gate::kPerHead, Gate::kPerChannel}) {
+    for (const Widths& widths : first<Widths>({{128, 256}, {64, 192}, {128, 136}, {64, 256}, {72, 248}}, 3)) {
+      for (const DType dtype : {DType::kBF16, DType::kF16}) {
+        DeltaRuleSpec spec = with_lengths(with_heads(sized(gate, 0, widths, dtype), 2, 2), {67, 0, 130, 1});
+        spec.options.qk_l2norm = dtype == DType::kBF16;
+        expect_as_reference(draw(spec, 33));
+      }
+    }
+  }
+}
+
 // States that are made again have the bits of the forward's here too.
 TEST(Sm90Backward, KeysAbove128) {
   for (const auto& [gate, widths] : {std::pair{Gate::kPerHead, Widths{192, 136}}, {Gate::kNone, {256, 64}}}) {
@@ -198,6 +214,24 @@ TEST(Sm90Backward, KeysAbove128) {
     little.scratch_bytes = 1;
     expect_same_bits(support::backward(problem, little), run(problem), "windows");
   }
+}
+
+TEST(Sm90Backward, TheVerboseLineSaysWhoseGradientsRun) {
+  const auto expect = [](Gate gate, const Widths& widths, DType dtype, bool own) {
+    std::string line;
+    Context verbose = context();
+    verbose.verbose = true;
+    verbose.log_user = &line;
+    verbose.log = [](void* user, const char* text) { *static_cast<std::string*>(user) = text; };
+    support::backward(draw(sized(gate, 1, widths, dtype), 34), verbose);
+    EXPECT_EQ(line.find("gradients of chunk_16bit") == std::string::npos, own) << line;
+  };
+  for (const int64_t V : {64, 128, 136, 256}) {
+    for (const int64_t K : {64, 128}) expect(Gate::kPerHead, {K, V}, DType::kF16, true);
+  }
+  expect(Gate::kNone, {192, 64}, DType::kBF16, false);
+  expect(Gate::kPerChannel, {128, 128}, DType::kBF16, true);
+  expect(Gate::kPerChannel, {64, 128}, DType::kBF16, false);
 }
 
 TEST(Sm90Backward, WhatItDeclines) {

@@ -39,10 +39,6 @@ bool fills_device(const DeltaRuleBackwardProblem& problem, const Context& contex
   return 3 * blocks >= 2 * device_attribute(cudaDevAttrMultiProcessorCount, context.device.index);
 }
 
-// Whether gradients.cuh takes these widths.
-bool takes_gradients(const DeltaRuleSizes& sizes) {
-  return sizes.head_dim_k <= kMostK && sizes.head_dim_v <= kMostGradientColumns;
-}
 int columns_of_gradients(const DeltaRuleSizes& sizes) {
   return gradient_columns(padded_k(sizes.head_dim_k), sizes.head_dim_v);
 }
@@ -155,6 +151,12 @@ bool have_gate_maps(const TensorView& g, const TensorView& dg) {
   return has_token_map(g, bytes) && (!dg.present() || (dg.dtype == g.dtype && has_token_map(dg, bytes)));
 }
 
+// Whether the gradients of Hopper run, per channel for all but strong decays.
+bool takes_gradients(const DeltaRuleBackwardProblem& problem) {
+  return chunk_16bit::has_decay_per_channel(problem) ? takes_channel_gradients(problem)
+                                                     : problem.sizes.head_dim_k <= kMostK;
+}
+
 // Those of Hopper, and the kernel of chunk_16bit for the pairs that they leave.
 void channel_gradients(const DeltaRuleBackwardProblem& problem, const GradientArgs& args, int64_t blocks,
                        const std::function<void(const GradientArgs&, int64_t)>& others, const Context& context) {
@@ -234,14 +236,15 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   if (per_channel) {
     return lacks_shared_memory(std::max(channel_scan_bytes(K), channel_scan_back_bytes(K)), in.q.device.index);
   }
-  const size_t of_gradients = takes_gradients(sizes) ? gradients_bytes(K, columns_of_gradients(sizes)) : 0;
+  const size_t of_gradients = K <= kMostK ? gradients_bytes(K, columns_of_gradients(sizes)) : 0;
   return lacks_shared_memory(std::max({scan_bytes(K), scan_back_bytes(K), of_gradients}), in.q.device.index);
 }
 
 std::string config_text(const DeltaRuleBackwardProblem& problem, const Context& context) {
   const ScanArgs args = cut_args(problem, context);
   return "K " + std::to_string(padded_k(problem.sizes.head_dim_k)) + ", columns " +
-         std::to_string(scan_columns(problem.sizes, args, context.device.index)) + segments_text(args.segments.chunks);
+         std::to_string(scan_columns(problem.sizes, args, context.device.index)) + segments_text(args.segments.chunks) +
+         (takes_gradients(problem) ? "" : ", gradients of chunk_16bit");
 }
 
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
@@ -251,7 +254,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   if (chunk_16bit::has_decay_per_channel(problem)) {
     kernels.scan_states = [&](const ForwardArgs& args) { scan_channel_states(problem, args, context); };
     kernels.scan_back = [&](const GradientArgs& args) { scan_channels_back(problem, args, context); };
-    if (takes_channel_gradients(problem)) {
+    if (takes_gradients(problem)) {
       kernels.leaves_pairs = true;
       kernels.gradients = [&, others = kernels.gradients](const GradientArgs& args, int64_t blocks) {
         channel_gradients(problem, args, blocks, others, context);
@@ -260,7 +263,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
   } else {
     kernels.scan_states = [&](const ForwardArgs& args) { scan_states(problem, args, context); };
     kernels.scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); };
-    if (takes_gradients(problem.sizes)) {
+    if (takes_gradients(problem)) {
       kernels.gradients_on_one = gradients_on_one(columns_of_gradients(problem.sizes));
       kernels.sums_keys = false;
       kernels.follow = fills_device(problem, context);

@@ -167,7 +167,7 @@ struct ChannelBringer {
     s.first_filled.arrive_expecting(2 * Keys::kBytes + WrittenTile::kBytes + LowerTile::kBytes);
     load_copy<kWidth>(s.reader, maps.keys, kReader, factors, s.first_filled);
     load_panels(Keys(s.v), maps.v, 0, args.chunk.problem.head_dim_v, at, s.first_filled);
-    Bringer<Wide>::load_rows(WrittenTile(s.Y), maps.Y, args.padded_v, static_cast<int>(item.slot), s.first_filled);
+    load_rows(WrittenTile(s.Y), maps.Y, 0, args.padded_v, static_cast<int>(item.slot), s.first_filled);
     s.pairs_free.wait(busy);
     load_lower(s.pairs.A, maps.lower, kLowerJ, factors, s.first_filled);
   }
@@ -184,7 +184,7 @@ struct ChannelBringer {
     s.second_filled.arrive_expecting(Keys::kBytes);
     load_panels(Keys(s.d_o), maps.d_o, 0, args.chunk.problem.head_dim_v, rows_of(item, item.head), s.second_filled);
     s.third_filled.arrive_expecting(StatesTile::kBytes);
-    Bringer<Wide>::load_rows(StatesTile(s.G), maps.G, args.padded_v, static_cast<int>(item.slot), s.third_filled);
+    load_rows(StatesTile(s.G), maps.G, 0, args.padded_v, static_cast<int>(item.slot), s.third_filled);
     if (item.first) bring_keys(item, s.keys[busy ^ 1]);
   }
 

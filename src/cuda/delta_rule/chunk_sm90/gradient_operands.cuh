@@ -42,7 +42,7 @@ struct GradientSums {
 //
 //     numbers   the item and its numbers per token; free when the item is done. The warp that brings the others waits
 //               for `named`: the item alone
-//     keys      k and q, for all heads of a group; free when dq and dk have left, which is found out in the item after
+//     keys      k and q, for all items of a key head; free when dq and dk have left, which is found out in the item after
 //     first     v and J: free after step 1
 //     states    S, Y, d_o and G: free after the products of step 3 with them
 //     pairs     sP, then P': free after the products of step 3 with it
@@ -107,7 +107,25 @@ __device__ __forceinline__ int state_chunk(const ChunkArgs& args, const Item& it
   return static_cast<int>(min(chunk, args.state_chunks - 1));
 }
 
-template <class Block>
+// Of G or Y, which have so many `rows`: those from `first` on, zeros beyond them.
+template <class Tile>
+__device__ __forceinline__ void load_rows(const Tile& tile, const TensorMap& map, int first, int rows, int slot,
+                                          TransactionBarrier& filled) {
+  constexpr int kBoxes = Tile::kPanelBytes / sizeof(zero_panel);  // of 64 rows
+#pragma unroll
+  for (int at = 0; at < kBoxes * Tile::kPanels; ++at) {
+    const int p = at / kBoxes, within = at % kBoxes * kGroupColumns, row = first + within;
+    const uint32_t to = tile.panel(p) + static_cast<uint32_t>(within * Tile::kRowBytes);
+    if (row < rows) {
+      load_box(to, map, {p * Tile::kPanelColumns, row, slot}, filled);
+    } else {
+      load_bytes(to, zero_panel, sizeof(zero_panel), filled);
+    }
+  }
+}
+
+// kRanges: a head has several items, each with a range of its value columns.
+template <class Block, bool kRanges>
 struct Bringer {
   using Keys = typename Block::Keys;
   using ValuesTile = typename Block::ValuesTile;
@@ -143,53 +161,41 @@ struct Bringer {
                sizeof(numbers.token), filled);
   }
 
-  // Of G or Y, which have so many `rows`: zeros beyond them.
-  template <class Tile>
-  __device__ __forceinline__ static void load_rows(const Tile& tile, const TensorMap& map, int rows, int slot,
-                                                   TransactionBarrier& filled) {
-    constexpr int kBoxes = Block::kWorkGroups;  // of 64 rows
-#pragma unroll
-    for (int at = 0; at < kBoxes * Tile::kPanels; ++at) {
-      const int p = at / kBoxes, row = at % kBoxes * kGroupColumns;
-      const uint32_t to = tile.panel(p) + static_cast<uint32_t>(row * Tile::kRowBytes);
-      if (row < rows) {
-        load_box(to, map, {p * Tile::kPanelColumns, row, slot}, filled);
-      } else {
-        load_bytes(to, zero_panel, sizeof(zero_panel), filled);
-      }
-    }
-  }
+  // The first value column of the item.
+  __device__ __forceinline__ static int column_of(const Item& item) { return kRanges ? item.column : 0; }
 
   __device__ __forceinline__ void bring_first(const Item& item, uint32_t turn) const {
     const uint32_t busy = turn % 2 ^ 1;
     const RowsPlace at = rows_of(item, item.head);
     s.first_free.wait(busy);
     s.first_filled.arrive_expecting(ValuesTile::kBytes + LowerTile::kBytes + StatesTile::kBytes + WrittenTile::kBytes);
-    load_panels(ValuesTile(s.v), maps.v, 0, args.chunk.problem.head_dim_v, at, s.first_filled);
+    const int column = column_of(item);
+    load_panels(ValuesTile(s.v), maps.v, column, args.chunk.problem.head_dim_v, at, s.first_filled);
     load_lower(s.J, maps.lower, kLowerJ, static_cast<int>(item.factors), s.first_filled);
     s.states_free.wait(busy);
     const int chunk = state_chunk(args.chunk, item);
     const StatesTile S(s.S);
 #pragma unroll
     for (int p = 0; p < StatesTile::kPanels; ++p) {
-      load_box(S.panel(p), maps.S, {p * StatesTile::kPanelColumns, 0, item.head, chunk, at.batch}, s.first_filled);
+      load_box(S.panel(p), maps.S, {p * StatesTile::kPanelColumns, column, item.head, chunk, at.batch}, s.first_filled);
     }
     if (turn == 0) {
       wait_for_previous_kernels();
       if (args.next_waits_late) let_next_kernel_start();
     }
-    load_rows(WrittenTile(s.Y), maps.Y, args.padded_v, static_cast<int>(item.slot), s.first_filled);
+    load_rows(WrittenTile(s.Y), maps.Y, column, args.padded_v, static_cast<int>(item.slot), s.first_filled);
   }
 
   __device__ __forceinline__ void bring_others(const Item& item, uint32_t turn) const {
     const uint32_t busy = turn % 2 ^ 1;
     s.states_free.wait(busy);
     s.second_filled.arrive_expecting(ValuesTile::kBytes + LowerTile::kBytes);
-    load_panels(ValuesTile(s.d_o), maps.d_o, 0, args.chunk.problem.head_dim_v, rows_of(item, item.head),
+    const int column = column_of(item);
+    load_panels(ValuesTile(s.d_o), maps.d_o, column, args.chunk.problem.head_dim_v, rows_of(item, item.head),
                 s.second_filled);
     s.third_filled.arrive_expecting(StatesTile::kBytes);
     if (turn == 0) wait_for_previous_kernels();
-    load_rows(StatesTile(s.G), maps.G, args.padded_v, static_cast<int>(item.slot), s.third_filled);
+    load_rows(StatesTile(s.G), maps.G, column, args.padded_v, static_cast<int>(item.slot), s.third_filled);
     s.pairs_free.wait(busy);
     load_lower(s.P, maps.lower, kLowerP, static_cast<int>(item.factors), s.second_filled);
   }

@@ -1,10 +1,10 @@
-// The gradients of every chunk on Hopper, for one decay per head or none, K <= 128 and V <= 128. See
-// ../chunk_16bit/gradient.cuh
-// for the equations, and ../chunk_16bit/gradients.cuh for how norms and sums of M go into them: this kernel computes the
-// same.
+// The gradients of every chunk on Hopper, for one decay per head or none and K <= 128. See ../chunk_16bit/gradient.cuh for
+// the equations, and ../chunk_16bit/gradients.cuh for how norms and sums of M go into them: this kernel computes the same.
 //
-// A block takes one pair of a chunk and a key head after the other, and of each the value heads of the group, whose dq and
-// dk add up. Two warps bring the operands of the next head by TMA while two warpgroups work on one, or with K, V <= 64 one:
+// A block takes one pair of a chunk and a key head after the other, of each the value heads of the group, and of a head up
+// to 128 value columns at a time. Such a range goes through the steps as if it were a head: all that they give are sums
+// over value columns, so that dq and dk add up over ranges and heads, and dg and dbeta over the ranges of a head. Two warps
+// bring the operands of the next range by TMA while two warpgroups work on one, or with K, V <= 64 one:
 //
 //     1   a warpgroup has 64 value columns:      X = S^T k^T,   R^T = bD^T J^T,   bD^T = beta (v^T - e X)
 //     2   it has 32 columns of pairs, or 64:     dP = d_o R^T,  dA = -Y R^T,  k k^T
@@ -131,8 +131,8 @@ struct Along {
   }
 };
 
-// kGrouped: dq and dk are sums over the value heads of a group, in registers. They leave no room for products beside
-// those that come before, which they then follow; nor does one warpgroup alone, whose sums of step 2 are twice as wide.
+// kGrouped: dq and dk are sums over the items of a key head, in registers. They leave no room for products beside those
+// that come before, which they then follow; nor does one warpgroup alone, whose sums of step 2 are twice as wide.
 template <DType kType, class Block, bool kGrouped>
 struct GradientGroup {
   static constexpr int kWidth = Block::kWidth, kWorkers = Block::kWorkers, kChannels = Block::kChannels;
@@ -630,13 +630,15 @@ struct GradientGroup {
 };
 
 // The two warps of the tokens: dg and dbeta, by a thread for each.
-template <class Block>
+template <class Block, bool kRanges>
 struct TokenGroup {
   const GradientArgs& args;
   typename Block::Shared& s;
   int thread, lane;
 
-  __device__ __forceinline__ void finish(const Item& item, const GradientNumbers& numbers, uint32_t turn) const {
+  // Adds the item's share to `head`, what the ranges before it have, and ends the head with its last one.
+  __device__ __forceinline__ void finish(const Item& item, const GradientNumbers& numbers, uint32_t turn,
+                                         chunk_16bit::TokenSums& head) const {
     const auto& sums = s.sums;
     const float* beta = numbers.token + kOnValue * kChunkRows;
     chunk_16bit::TokenSums token;
@@ -652,16 +654,22 @@ struct TokenGroup {
               thread, lane) +
           exp2_approx(last) * states;
     }
+    if constexpr (kRanges) {
+      if (!item.opens) token.dbeta += head.dbeta, token.dg += head.dg;
+      head = token;
+      if (!item.closes) return;
+    }
     chunk_16bit::finish_head(args, item, beta[thread], s.halves, thread, lane, token);
   }
 
   __device__ __forceinline__ void run() const {
+    chunk_16bit::TokenSums head;
     for (uint32_t turn = 0;; ++turn) {
       s.numbers_filled[turn % 2].wait(turn / 2 % 2);
       const Item& item = s.items[turn % 2];
       if (item.span.sequence < 0) return;
       s.sums_filled.wait(turn % 2);
-      finish(item, s.numbers[turn % 2], turn);
+      finish(item, s.numbers[turn % 2], turn, head);
       __syncwarp();
       if (lane == 0) {
         s.sums_free.arrive();
@@ -671,7 +679,7 @@ struct TokenGroup {
   }
 };
 
-template <DType kType, class Block, bool kGrouped>
+template <DType kType, class Block, bool kGrouped, bool kRanges>
 __global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
     gradients_kernel(const __grid_constant__ GradientArgs args, const __grid_constant__ GradientMaps maps) {
   auto& s = aligned_shared<typename Block::Shared>();
@@ -704,9 +712,9 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
   if (warp >= kWarps) {
     give_registers<Block::kOtherRegisters>();
     const int role = warp - kWarps;
-    if (role == kTokenWarps && elect_one()) Bringer<Block>{args, maps, s}.name_items();
-    if (role == kTokenWarps + 1 && elect_one()) Bringer<Block>{args, maps, s}.follow_items();
-    if (role < kTokenWarps) TokenGroup<Block>{args, s, thread - Block::kWorkers, lane}.run();
+    if (role == kTokenWarps && elect_one()) Bringer<Block, kRanges>{args, maps, s}.name_items();
+    if (role == kTokenWarps + 1 && elect_one()) Bringer<Block, kRanges>{args, maps, s}.follow_items();
+    if (role < kTokenWarps) TokenGroup<Block, kRanges>{args, s, thread - Block::kWorkers, lane}.run();
   } else {
     take_registers<Block::kWorkRegisters>();
     GradientGroup<kType, Block, kGrouped>{args, maps, s, warp / 4, warp % 4, lane, thread}.run();
@@ -719,18 +727,24 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
 
 template <DType kType>
 void launch_gradients(const GradientArgs& args, const GradientMaps& maps, int64_t blocks, const Context& context) {
+  const DeltaRuleDeviceProblem& p = args.chunk.problem;
   const auto of = [&]<class Block>() {
     const LaunchShape shape{static_cast<unsigned>(blocks), Block::kThreads, sizeof(typename Block::Shared), true};
     constexpr const char* kName = "delta_rule chunk_sm90 gradients";
-    args.chunk.problem.group > 1 ? launch<gradients_kernel<kType, Block, true>>(kName, context, shape, args, maps)
-                                 : launch<gradients_kernel<kType, Block, false>>(kName, context, shape, args, maps);
+    if constexpr (Block::kColumns == kMostGradientColumns) {
+      if (p.head_dim_v > Block::kColumns) {
+        return launch<gradients_kernel<kType, Block, true, true>>(kName, context, shape, args, maps);
+      }
+    }
+    p.group > 1 ? launch<gradients_kernel<kType, Block, true, false>>(kName, context, shape, args, maps)
+                : launch<gradients_kernel<kType, Block, false, false>>(kName, context, shape, args, maps);
   };
-  const int K = padded_k(args.chunk.problem.head_dim_k);
+  const int K = padded_k(p.head_dim_k);
   if (K == 128) {
     of.template operator()<GradientBlock<128, 2>>();
   } else {
-    gradient_columns(K, args.chunk.problem.head_dim_v) == 64 ? of.template operator()<GradientBlock<64, 1>>()
-                                                             : of.template operator()<GradientBlock<64, 2>>();
+    gradient_columns(K, p.head_dim_v) == 64 ? of.template operator()<GradientBlock<64, 1>>()
+                                            : of.template operator()<GradientBlock<64, 2>>();
   }
 }
 

@@ -11,7 +11,7 @@ namespace fastweight::cuda::chunk_sm90 {
 
 inline constexpr int kMostGradientColumns = 128;  // of values
 
-// Value columns, padded, of a block of the gradients, which has all there are.
+// Value columns, padded, that a block of the gradients takes at once.
 constexpr int gradient_columns(int padded_k, int64_t V) {
   return padded_k == 64 && V <= 64 ? 64 : kMostGradientColumns;
 }
