@@ -124,6 +124,10 @@ template <class T>
 T __ldg(const T* address) {
   return *address;
 }
+template <class T>
+T __ldcg(const T* address) {
+  return *address;
+}
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 using std::max;
 using std::min;

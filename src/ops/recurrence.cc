@@ -232,6 +232,7 @@ void check_kept(const Context& context, const TensorView& view, const DeltaRuleI
       {sizes.batch, count_chunks(sizes.tokens, in.cu_seqlens, options.chunk_size), sizes.num_value_heads, words});
   check::dtype("kept", view, {DType::kI32});
   if (!check::is_dense(view)) invalid("kept", "a dense tensor", "strides with gaps");
+  if (reinterpret_cast<uintptr_t>(view.data) % 16 != 0) invalid("kept", "memory at a multiple of 16 bytes", "another");
 }
 
 void check_output(const DeltaRuleInputs& in, const TensorView& o, const DeltaRuleSizes& sizes) {

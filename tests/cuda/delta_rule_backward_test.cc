@@ -233,6 +233,25 @@ TEST_P(CudaDeltaRuleBackward, FromKeptFactors) {
   }
 }
 
+// Kernels copy what is kept in pieces of 16 bytes.
+TEST_P(CudaDeltaRuleBackward, KeptBesideAMultipleOf16BytesIsRefused) {
+  const DeltaRuleCase problem = draw(spec(20, 64, 64), 42);
+  const int64_t words = delta_rule_kept_words(context_for(""), problem.spec.options, problem.spec.dtype, 64);
+  const Tensor kept(DType::kI32, {words + 1});
+  const auto expect = [&](Mode mode, const DeltaRuleResults& outputs) {
+    const support::Call call = call_of(mode, problem, outputs);
+    TensorView& view = call["kept"];
+    view = Tensor(DType::kI32, {1, 1, 1, words}).view();
+    view.data = static_cast<int32_t*>(kept.data()) + 1;
+    expect_refused(ErrorCode::kInvalidArgument, "kept: expected memory at a multiple of 16 bytes",
+                   [&] { (void)call.run(context_for("")); });
+    view.data = kept.data();
+    EXPECT_NO_THROW((void)call.run(context_for("")));
+  };
+  expect(Mode::kForward, outputs_of(Mode::kForward, problem));
+  expect(Mode::kBackward, outputs_of(Mode::kBackward, problem));
+}
+
 // What else is wanted changes no bit of a gradient, also where the scan back is all that runs.
 TEST_P(CudaDeltaRuleBackward, GradientsAlone) {
   const DeltaRuleCase problem = draw(with_heads(spec(70, 24, 40), 1, 2), 41);

@@ -1,6 +1,9 @@
 // The backward of the delta rule on Hopper's instructions, by its name: against the double-precision reference, with all
 // lengths of tails, states, layouts and types.
+#include <functional>
+#include <string>
 #include <tuple>
+#include <vector>
 
 #include "tests/sm90/delta_rule_cases.h"
 #include "tests/sm90/testing.h"
@@ -19,6 +22,15 @@ Context context() { return context_for("chunk_sm90"); }
 
 DeltaRuleResults run(const DeltaRuleCase& problem, const Tensor& states = {}) {
   return support::backward(problem, context(), states);
+}
+
+// With other views of some tensors, or without them.
+DeltaRuleResults run_with(const DeltaRuleCase& problem, DeltaRuleResults outputs,
+                          const std::function<void(const support::Call&)>& change) {
+  const support::Call call = call_of(Mode::kBackward, problem, outputs);
+  change(call);
+  outputs.implementation = call.run(context());
+  return outputs;
 }
 
 void expect_as_reference(const DeltaRuleCase& problem) {
@@ -161,6 +173,15 @@ INSTANTIATE_TEST_SUITE_P(GatesAndWidths, Sm90DecayBackward,
                                   name_of_widths(std::get<1>(info.param));
                          });
 
+DeltaRuleCase raw_gates_with_a_strong_head(DType gates, int64_t H, int64_t group) {
+  DeltaRuleSpec spec = with_heads(wide(Gate::kPerChannel, 100), H, group);
+  spec.options.gate_in_kernel = true;
+  spec.gate_dtype = gates;
+  DeltaRuleCase problem = draw(spec, 23);
+  problem.a_log.set(1, 3);
+  return problem;
+}
+
 // Decays of tokens, or of whole tiles, that are too strong to be divided by; and gates in fp32 or in the type of k.
 TEST(Sm90Backward, StrongDecaysPerChannel) {
   for (const auto& [gates, widths] :
@@ -170,6 +191,19 @@ TEST(Sm90Backward, StrongDecaysPerChannel) {
     for (int64_t i = 0; i < problem.g.size(); i += 3)
       problem.g.set(i, i / widths.first % 32 < 16 ? -5.0 : i % 7 == 0 ? -40.0 : -0.1);
     expect_as_reference(problem);
+  }
+}
+
+// Raw gates of a group of heads, of which one decays so fast that all its pairs of chunks and heads are left to another
+// kernel.
+TEST(Sm90Backward, OneStrongHeadOfRawGates) {
+  for (DType gates : {DType::kF32, DType::kBF16}) expect_as_reference(raw_gates_with_a_strong_head(gates, 1, 2));
+}
+
+// Tiles of 16 tokens, tokens and channels that forget everything, among others that forget next to nothing.
+TEST(Sm90Backward, GatesThatForgetAmongMildOnes) {
+  for (Gate gate : {Gate::kPerHead, Gate::kPerChannel}) {
+    for (DType gates : {DType::kBF16, DType::kF32}) expect_as_reference(case_that_forgets(gate, gates));
   }
 }
 
@@ -188,6 +222,169 @@ TEST(Sm90Backward, MildDecaysPerChannelInFp16) {
   DeltaRuleCase problem = draw(wide(Gate::kPerChannel, 100, DType::kF16), 19);
   for (int64_t i = 0; i < problem.g.size(); ++i) problem.g.set(i, -0.1 * (i * 7 % 11) / 11);
   expect_as_reference(problem);
+}
+
+// Gates per channel that are given and raw, in the type of k: where these come and dg leaves by TMA, and where they cannot.
+class Sm90GateMaps : public ::testing::TestWithParam<bool> {
+ protected:
+  static DeltaRuleCase drawn() {
+    DeltaRuleSpec spec = with_heads(wide(Gate::kPerChannel, 70), 1, 2);
+    spec.options.gate_in_kernel = GetParam();
+    spec.gate_dtype = spec.dtype;
+    return draw(spec, 24);
+  }
+};
+
+TEST_P(Sm90GateMaps, DgInFp32BesideGatesInTheTypeOfK) {
+  const DeltaRuleCase problem = drawn();
+  DeltaRuleResults outputs = outputs_of(Mode::kBackward, problem);
+  outputs.dg = outputs.dg.to(DType::kF32);
+  DeltaRuleResults results = run_with(problem, outputs, [](const support::Call&) {});
+  expect_close(problem, results, support::backward(support::in_double(problem), reference_context()));
+  results.dg = results.dg.to(DType::kBF16);
+  expect_same_bits(results, run(problem), "dg in fp32, rounded");
+}
+
+TEST_P(Sm90GateMaps, StridedGates) {
+  const DeltaRuleCase problem = drawn();
+  const DeltaRuleResults expected = run(problem);
+  for (Layout layout : first<Layout>({Layout::kReversed, Layout::kEverySecond, Layout::kHeadsFirst}, 2)) {
+    const StridedTensor g(problem.g, layout);
+    const std::string what = "layout " + std::to_string(static_cast<int>(layout));
+    expect_same_bits(run_with(problem, outputs_of(Mode::kBackward, problem),
+                              [&](const support::Call& call) { call["g"] = g.view(); }),
+                     expected, what + " of g");
+    DeltaRuleResults outputs = outputs_of(Mode::kBackward, problem);
+    const StridedTensor dg(outputs.dg, layout);
+    outputs = run_with(problem, outputs, [&](const support::Call& call) { call["dg"] = dg.view(); });
+    outputs.dg = dg.dense();
+    expect_same_bits(outputs, expected, what + " of dg");
+    EXPECT_TRUE(dg.guards_intact()) << what;
+  }
+}
+
+// An element behind a multiple of 16 bytes.
+TEST_P(Sm90GateMaps, MisalignedGates) {
+  const DeltaRuleCase problem = drawn();
+  const auto misaligned = [](const Tensor& x, const TensorView& view) {
+    TensorView moved = view;
+    moved.data = static_cast<std::byte*>(x.data()) + element_size(x.dtype());
+    return moved;
+  };
+  const DeltaRuleResults expected = run(problem);
+  DeltaRuleResults outputs = outputs_of(Mode::kBackward, problem);
+  Tensor g(problem.g.dtype(), {problem.g.size() + 1}), dg = g;
+  for (int64_t i = 0; i < problem.g.size(); ++i) g.set(i + 1, problem.g[i]);
+  expect_same_bits(run_with(problem, outputs, [&](const support::Call& call) { call["g"] = misaligned(g, call["g"]); }),
+                   expected, "g");
+  outputs = run_with(problem, outputs, [&](const support::Call& call) { call["dg"] = misaligned(dg, call["dg"]); });
+  for (int64_t i = 0; i < problem.g.size(); ++i) outputs.dg.set(i, dg[i + 1]);
+  expect_same_bits(outputs, expected, "dg");
+}
+
+// One gate for all tokens, heads or channels.
+TEST_P(Sm90GateMaps, BroadcastGates) {
+  for (size_t axis : {3, 1, 2}) {
+    DeltaRuleCase problem = drawn();
+    const TensorView view = problem.g.view();
+    for (int64_t i = 0; i < problem.g.size(); ++i) {
+      problem.g.set(i, problem.g[i - i / view.strides[axis] % view.shape[axis] * view.strides[axis]]);
+    }
+    const auto broadcast = [&](const support::Call& call) { call["g"].strides[axis] = 0; };
+    expect_same_bits(run_with(problem, outputs_of(Mode::kBackward, problem), broadcast), run(problem),
+                     "axis " + std::to_string(axis));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Gates, Sm90GateMaps, ::testing::Values(false, true),
+                         [](const auto& info) { return info.param ? "raw" : "given"; });
+
+// What is not asked for changes no bit of the gradients of the gates' parameters, of mild heads and of strong ones.
+TEST(Sm90Backward, ParametersOfGatesWithoutDg) {
+  std::vector<DeltaRuleCase> problems{raw_gates_with_a_strong_head(DType::kF32, 2, 1),
+                                      raw_gates_with_a_strong_head(DType::kBF16, 2, 1)};
+  DeltaRuleSpec per_head = with_heads(wide(Gate::kPerHead, 100), 2, 1);
+  per_head.options.gate_in_kernel = true;
+  problems.push_back(draw(per_head, 25));
+  for (const DeltaRuleCase& problem : problems) {
+    DeltaRuleResults all = run(problem), outputs = outputs_of(Mode::kBackward, problem);
+    all.dg = outputs.dg = {};
+    expect_same_bits(run_with(problem, outputs, [](const support::Call&) {}), all, describe(problem.spec));
+  }
+}
+
+// A gate that is not a number spoils what comes of the states after it and of their gradients before it, in its head and
+// sequence, and all of its token.
+TEST(Sm90Backward, NaNGates) {
+  for (Gate gate : {Gate::kPerHead, Gate::kPerChannel}) {
+    for (const DeltaRuleSpec& spec : specs_of_decays(gate)) {
+      const NaNGate x = nan_gate(spec);
+      const DeltaRuleResults clean = run(x.without), results = run(x.with);
+      for (const char* name : {"dq", "dk", "dv", "dg", "dbeta"}) {
+        const std::string what = std::string(name) + " of " + describe(x.with.spec);
+        const auto part = [&](const DeltaRuleResults& of, int64_t begin, int64_t end, int64_t head) {
+          return part_of(*of.find(name), begin, end, head);
+        };
+        const auto expect_same = [&](int64_t begin, int64_t end, int64_t head) {
+          EXPECT_TRUE(support::same_bits(part(results, begin, end, head), part(clean, begin, end, head)))
+              << what << " " << begin << " " << head;
+        };
+        expect_same(0, x.with.spec.T, 1 - x.head);
+        expect_same(0, x.begin, x.head);
+        expect_same(x.end, x.with.spec.T, x.head);
+        const bool of_states = std::string(name) == "dq", of_gradients = std::string(name) == "dv";
+        if (of_states) {
+          expect_same(x.begin, x.chunk_begin, x.head);
+        } else {
+          EXPECT_TRUE(all_nan(part(results, x.begin, x.chunk_begin, x.head))) << what;
+        }
+        if (of_gradients) {
+          expect_same(x.chunk_end, x.end, x.head);
+        } else {
+          EXPECT_TRUE(all_nan(part(results, x.chunk_end, x.end, x.head))) << what;
+        }
+        EXPECT_TRUE(all_nan(part(results, x.token, x.token + 1, x.head))) << what;
+      }
+      for (int64_t n = 0; n < 3; ++n) {
+        for (int64_t head = 0; head < 2; ++head) {
+          const auto state = [&](const Tensor& states) { return slice(slice(states, 0, n, n + 1), 1, head, head + 1); };
+          if (n == 1 && head == x.head) {
+            EXPECT_TRUE(all_nan(state(results.d_initial_state))) << describe(x.with.spec);
+          } else {
+            EXPECT_TRUE(support::same_bits(state(results.d_initial_state), state(clean.d_initial_state))) << n << head;
+          }
+        }
+      }
+    }
+  }
+}
+
+// More pairs of a chunk and a key head than blocks of the gradients, which take one after the other: mild ones and strong ones.
+TEST(Sm90Backward, ManyPairsForABlock) {
+  constexpr int64_t kHeads = 4;
+  const int64_t chunks = cuda_devices().front().multiprocessors + 1;
+  DeltaRuleSpec spec = with_heads(wide(Gate::kPerChannel, 16 * chunks - 3), kHeads, 1);
+  spec.options.chunk_size = 16;
+  spec.gate_dtype = spec.dtype;
+  DeltaRuleCase problem = draw(spec, 26);
+  for (int64_t chunk = 1; chunk < chunks; chunk += 3) problem.g.set((16 * chunk * kHeads + 1) * spec.K + 5, -200);
+  expect_as_reference(problem);
+}
+
+// Heads that fill the device: the scan back of one window follows the gradients of the window before, while these still run.
+TEST(Sm90Backward, WindowsThatOverlapDoNotShow) {
+  for (Gate gate : {Gate::kPerHead, Gate::kNone, Gate::kPerChannel}) {
+    const int64_t heads = emulated() ? 3 : 96;
+    DeltaRuleSpec spec = with_heads(wide(gate, 16 * (emulated() ? 8 : 40) + 5), heads, 1);
+    spec.options.chunk_size = 16;
+    const DeltaRuleCase problem = draw(spec, 27);
+    Context windows = context();
+    windows.scratch_bytes = 1;
+    const DeltaRuleResults one = run(problem);
+    for (int round = 0; round < (emulated() ? 1 : 5); ++round) {
+      expect_same_bits(support::backward(problem, windows), one, "windows");
+    }
+  }
 }
 
 // Ranges of 128 columns of a head's values, of groups of heads and sequences of all lengths.

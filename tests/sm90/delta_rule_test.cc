@@ -127,6 +127,63 @@ TEST_P(Sm90Decays, ChunkStatesInTheTypeOfK) {
   }
 }
 
+// Whether states are kept, and in which type, changes no bit of the outputs. Of blocks of 128 columns some leave by TMA.
+TEST(Sm90DeltaRuleForward, KeptStatesDoNotShow) {
+  for (Gate gate : {Gate::kNone, Gate::kPerHead, Gate::kPerChannel}) {
+    DeltaRuleSpec spec = with_heads(wide(gate, 200), emulated() ? 3 : 67, 1);
+    const DeltaRuleCase problem = draw(spec, 25);
+    std::string line;
+    Context context = context_for("chunk_sm90");
+    context.verbose = true;
+    context.log_user = &line;
+    context.log = [](void* user, const char* text) { *static_cast<std::string*>(user) = text; };
+    DeltaRuleResults none = outputs_of(Mode::kForward, problem);
+    none.chunk_states = {};
+    none = run_into(none, problem, context);
+    EXPECT_NE(line.find("columns 128"), std::string::npos) << line;
+    for (DType type : {DType::kBF16, DType::kF32}) {
+      DeltaRuleResults with_states = run_forward(problem, type);
+      with_states.chunk_states = {};
+      expect_same_bits(with_states, none, std::string(name_of(gate)) + " with states in " + name_of(type));
+    }
+  }
+}
+
+// A gate that is not a number makes all outputs of its head from its token on NaNs, and the final state. It reaches no
+// earlier chunk, no other head and no other sequence.
+TEST(Sm90DeltaRuleForward, NaNGates) {
+  for (Gate gate : {Gate::kPerHead, Gate::kPerChannel}) {
+    for (const DeltaRuleSpec& spec : specs_of_decays(gate)) {
+      const NaNGate x = nan_gate(spec);
+      const DeltaRuleResults clean = run_forward(x.without), results = run_forward(x.with);
+      const std::string what = describe(x.with.spec);
+      const auto expect_same = [&](const char* name, int64_t begin, int64_t end, int64_t head) {
+        EXPECT_TRUE(support::same_bits(part_of(*results.find(name), begin, end, head),
+                                       part_of(*clean.find(name), begin, end, head)))
+            << name << " " << begin << " " << head << " " << what;
+      };
+      expect_same("o", 0, x.chunk_begin, x.head);
+      expect_same("o", x.end, x.with.spec.T, x.head);
+      expect_same("o", 0, x.with.spec.T, 1 - x.head);
+      EXPECT_TRUE(all_nan(part_of(results.o, x.token, x.end, x.head))) << what;
+      expect_same("chunk_states", 0, x.chunks, x.head);
+      expect_same("chunk_states", x.chunks + 1, x.chunks + 2, x.head);
+      expect_same("chunk_states", 0, x.chunks + 2, 1 - x.head);
+      EXPECT_TRUE(all_nan(part_of(results.chunk_states, x.chunks, x.chunks + 1, x.head))) << what;
+      for (int64_t n = 0; n < 3; ++n) {
+        for (int64_t head = 0; head < 2; ++head) {
+          const auto state = [&](const Tensor& states) { return slice(slice(states, 0, n, n + 1), 1, head, head + 1); };
+          if (n == 1 && head == x.head) {
+            EXPECT_TRUE(all_nan(state(results.final_state))) << what;
+          } else {
+            EXPECT_TRUE(support::same_bits(state(results.final_state), state(clean.final_state))) << n << head << what;
+          }
+        }
+      }
+    }
+  }
+}
+
 // Offsets that the host cannot refuse: the call looks at the memory around its tensors.
 TEST_P(Sm90Decays, MalformedOffsetsStayInside) {
   DeltaRuleCase problem = draw(with_lengths(spec_of_length(0), {30, 20, 19}), 13);
@@ -277,6 +334,11 @@ TEST(Sm90Channels, GatesInFp16) {
       expect_as_reference(draw(spec, 18));
     }
   }
+}
+
+// Tiles of 16 tokens, tokens and channels that forget everything, among others that forget next to nothing.
+TEST(Sm90Channels, GatesThatForgetAmongMildOnes) {
+  for (DType type : {DType::kBF16, DType::kF32}) expect_as_reference(case_that_forgets(Gate::kPerChannel, type));
 }
 
 // What the gates' copy brings with it changes no bit: the same gates in fp32.

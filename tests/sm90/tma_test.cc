@@ -87,6 +87,8 @@ TEST(Tma, BoxesOverTheEdges) {
       {{5, 20, 72}, {64, 16, 2}, {{{0, 0, 0}}, {{16, 10, 4}}}},
       {{2, 9, 3, 64}, {64, 1, 8, 1}, {{{0, 2, 0, 1}}, {{0, 1, 5, 0}}}},
       {{2, 3, 4, 2, 64}, {64, 2, 3, 2, 2}, {{{0, 0, 0, 0, 0}}, {{0, 1, 2, 2, 1}}}},
+      {{40, 24}, {64, 16}, {{{0, 0}}, {{0, 30}}, {{16, 10}}}},  // boxes wider than the tensor
+      {{2, 9, 3, 8}, {64, 1, 8, 1}, {{{0, 2, 0, 1}}, {{0, 1, 5, 0}}}},
   };
   for (const Case& c : cases) {
     const Tensor x = counting(c.shape);
@@ -121,10 +123,15 @@ TEST(Tma, Steps) {
 }
 
 TEST(Tma, StoresStayInside) {
+  struct Case {
+    int64_t width;  // of the tensor
+    BoxPlace place;
+  };
   const Tensor box = counting({64 * 32});
   const DeviceCopy in(box, kCuda);
-  for (const BoxPlace& place : {BoxPlace{{0, 0}}, {{64, 15}}, {{0, 39}}}) {
-    Tensor x(DType::kF16, {40, 96});
+  for (const auto& [width, place] :
+       {Case{96, {{0, 0}}}, {96, {{64, 15}}}, {96, {{0, 39}}}, {40, {{0, 15}}}, {40, {{32, 4}}}, {8, {{0, 4}}}}) {
+    Tensor x(DType::kF16, {40, width});
     x.fill(kNaN);
     const DeviceCopy copy(x, kCuda);
     const TensorMapSpec spec = dense_spec(copy, {64, 32}, Swizzle::k128);
@@ -134,7 +141,7 @@ TEST(Tma, StoresStayInside) {
       const int64_t to = elements[static_cast<size_t>(i)];
       if (to >= 0) x.set(to, box[swizzled_index(Swizzle::k128, i)]);
     }
-    EXPECT_TRUE(support::same_bits(copy.get(), x)) << place.at[0] << ", " << place.at[1];
+    EXPECT_TRUE(support::same_bits(copy.get(), x)) << width << ": " << place.at[0] << ", " << place.at[1];
   }
 }
 
@@ -242,6 +249,8 @@ TEST(Tma, WhoHasATokenMap) {
   odd.strides[3] = 2;
   EXPECT_FALSE(cuda::has_token_map(odd)) << "every second element";
   EXPECT_FALSE(cuda::has_token_map(Tensor(DType::kF32, {2, 5, 3, 72}).view())) << "fp32";
+  EXPECT_TRUE(cuda::has_token_map(Tensor(DType::kF32, {2, 5, 3, 72}).view(), sizeof(float)));
+  EXPECT_FALSE(cuda::has_token_map(Tensor(DType::kF64, {2, 5, 3, 72}).view(), sizeof(double))) << "fp64";
 }
 
 TEST(Tma, WhatTheDriverRefuses) {

@@ -80,6 +80,7 @@ TensorMap tensor_map(const TensorMapSpec& spec) {
 }
 
 bool has_token_map(const TensorView& tensor, int64_t element_bytes) {
+  if (element_bytes > 4) return false;  // of the types that maps know, none has more
   if (tensor.rank != 4 || element_size(tensor.dtype) != element_bytes) return false;
   if (!has_groups(tensor, 3, group_of(tensor))) return false;
   if (tensor.shape[0] == 0 || tensor.shape[1] == 0) return true;  // nobody makes it

@@ -74,12 +74,13 @@ __device__ __forceinline__ Float* carried_at(const ChunkArgs& args, Float* state
   return states + (head * ranges + part.column / columns) * floats + 4 * thread;
 }
 
-// C tiles of a thread, one of kThreads.
+// C tiles of a thread, one of kThreads. Past the L1 cache, which may hold what was there windows ago: a scan that waits late
+// reads them before it has waited for other kernels.
 template <int kThreads, int kTiles>
 __device__ __forceinline__ void take_tiles(const float* from, float (&S)[kTiles][4]) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
-    const float4 x = *reinterpret_cast<const float4*>(from + n * 4 * kThreads);
+    const float4 x = __ldcg(reinterpret_cast<const float4*>(from + n * 4 * kThreads));
     S[n][0] = x.x, S[n][1] = x.y, S[n][2] = x.z, S[n][3] = x.w;
   }
 }

@@ -97,7 +97,9 @@ __device__ __forceinline__ float log2_of_gate(const DeltaRuleDeviceProblem& p, f
 
 // Sums over the tokens of a tile, of two C tiles, through each token or, where not kThrough, from each on, added to others:
 // products with a triangle of ones, of the numbers in two parts of tf32. That takes half the instructions of sums over
-// lanes, and is off by less than 2^-20 of the numbers. `first` has the tokens that the sums begin with.
+// lanes, and is off by less than 2^-20 of the numbers. `first` has the tokens that the sums begin with. What is not finite
+// makes NaNs of the sums of all 8 tokens of its C tile, as 0 times it is NaN, and of the other tile only where the sums go
+// through it.
 template <bool kThrough>
 __device__ __forceinline__ void sum_tokens(const float (&first)[4], const float (&second)[4], int lane,
                                            float (&sum_of_first)[4], float (&sum_of_second)[4]) {

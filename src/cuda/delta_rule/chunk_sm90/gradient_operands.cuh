@@ -50,8 +50,10 @@ struct GradientSums {
 //
 // Step 1 waits for `first_filled`: v, J, S and Y; step 2 for `second_filled`: d_o and sP, and `third_filled`: G.
 //
-// The kernel may start beside the scan back, which has waited for all kernels before: only for G and Y it waits. Then the scan
-// back over the next window may start if it follows, which finds free multiprocessors when the first blocks have no pairs left.
+// The kernel may start beside the scan back and, where that one waits late, beside the gradients of the window before.
+// Until it waits, for G and Y, it reads the places of the chunks, k, q, v, d_o, the factors with their numbers per row, and
+// S, all complete before the first of these scans back, and writes no global memory. Then the scan back over the next window
+// may start if it follows, which finds free multiprocessors when the first blocks have no pairs left.
 //
 // For a padded K and kGroups warpgroups that work.
 template <int kK, int kGroups>
