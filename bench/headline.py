@@ -1,15 +1,23 @@
 """Draws docs/headline.svg: the times of bench/compare_cuda.py beside flash-linear-attention, as bars.
 
-python bench/headline.py bench/results/2026-11-15-h200-compare.json docs/headline.svg
+python bench/headline.py bench/results/2026-11-18-h200-train-fla.json bench/results/2026-11-15-h200-compare.json \
+    docs/headline.svg
 """
 
 from __future__ import annotations
 
 import json
+import pathlib
 import sys
 
 NAMES = {"gdn": "GDN", "delta_rule": "DeltaNet", "kda": "KDA", "ttt": "TTT-Linear"}
 PANELS = [  # title, unit, milliseconds in it, the bars: (op, mode, B)
+    (
+        "Training, B=1, T=8192, H=96, D=128 (TTT-Linear: B=4, T=4096, H=32, D=64)",
+        "ms",
+        1,
+        [("gdn", "train", 1), ("delta_rule", "train", 1), ("kda", "train", 1), ("ttt", "train", 4)],
+    ),
     (
         "Forward, B=1, T=8192, H=96, D=128 (TTT-Linear: B=4, T=4096, H=32, D=64)",
         "ms",
@@ -44,7 +52,9 @@ def bar(y: float, length: float, colour: str, label: str, ratio: str = "") -> li
 
 
 def picture(records: list[dict]) -> str:
-    times = {(r["op"], r["mode"], r["B"], r["library"]): r["median_ms"] for r in records}
+    times = {}
+    for r in records:  # of several shapes with one B, the first
+        times.setdefault((r["op"], r["mode"], r["B"], r["library"]), r["median_ms"])
     parts, y = [], 62.0
     for title, unit, scale, rows in PANELS:
         parts.append(text(24, y + 14, "title", title))
@@ -77,9 +87,8 @@ def picture(records: list[dict]) -> str:
 
 
 def main() -> None:
-    source, destination = sys.argv[1:]
-    with open(source) as file:
-        records = json.load(file)
+    *sources, destination = sys.argv[1:]
+    records = [record for source in sources for record in json.loads(pathlib.Path(source).read_text())]
     with open(destination, "w") as file:
         file.write(picture(records))
 
