@@ -359,7 +359,8 @@ TEST(Sm90Backward, NaNGates) {
   }
 }
 
-// More pairs of a chunk and a key head than blocks of the gradients, which take one after the other: mild ones and strong ones.
+// Four times as many pairs of a chunk and a key head as the gradients have blocks, which take one after the other: mild
+// ones and strong ones.
 TEST(Sm90Backward, ManyPairsForABlock) {
   constexpr int64_t kHeads = 4;
   const int64_t chunks = cuda_devices().front().multiprocessors + 1;
@@ -371,7 +372,8 @@ TEST(Sm90Backward, ManyPairsForABlock) {
   expect_as_reference(problem);
 }
 
-// Heads that fill the device: the scan back of one window follows the gradients of the window before, while these still run.
+// Heads that fill the device: with a decay per head or none the scan back over a window begins while the gradients of the
+// window before still run.
 TEST(Sm90Backward, WindowsThatOverlapDoNotShow) {
   for (Gate gate : {Gate::kPerHead, Gate::kNone, Gate::kPerChannel}) {
     const int64_t heads = emulated() ? 3 : 96;

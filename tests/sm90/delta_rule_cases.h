@@ -130,7 +130,7 @@ inline NaNGate nan_gate(DeltaRuleSpec spec) {
   return x;
 }
 
-// Gates that leave much of a chunk's state, little or nothing, and raw ones.
+// Gates that leave much of a chunk's state, little or nothing, and raw ones, with a bound where gates have one.
 inline std::vector<DeltaRuleSpec> specs_of_decays(Gate gate) {
   DeltaRuleSpec weak = wide(gate, 0), strong = weak, hard = weak, raw = weak;
   weak.gate_divisor = 50;
@@ -138,7 +138,9 @@ inline std::vector<DeltaRuleSpec> specs_of_decays(Gate gate) {
   hard.hard_gate_fraction = 0.3;
   raw.options.gate_in_kernel = true;
   raw.gate_dtype = raw.dtype;
-  return {weak, strong, hard, raw};
+  DeltaRuleSpec bounded = raw;
+  if (gate == Gate::kPerChannel) bounded.options.lower_bound = -5;
+  return first<DeltaRuleSpec>({weak, hard, raw, strong, bounded}, 3);
 }
 
 // Of a result per token, or of another per sequence or chunk: tokens [begin, end) of one head.

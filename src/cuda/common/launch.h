@@ -33,9 +33,9 @@ struct LaunchShape {
   dim3 block;
   size_t dynamic_shared_bytes = 0;
   // The kernel may be started before the kernels before it on the stream have completed, where code and device know how
-  // (sm_90): its threads call wait_for_previous_kernels() of instructions.cuh before anything else in global memory. That
-  // they do before they leave is enough for a kernel that knows which ones may still run when it starts: until then it reads what
-  // was complete before those, or what they publish (publish()), and writes nothing that they read or write.
+  // (sm_90): its threads call wait_for_previous_kernels() of instructions.cuh before anything else in global memory. That they
+  // do before they leave is enough for a kernel that knows which ones may still run when it starts: until then it reads
+  // what was complete before those, or what they publish (publish()), and writes nothing that they read or write.
   bool overlaps = false;
 };
 
