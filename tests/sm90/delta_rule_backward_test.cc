@@ -184,8 +184,11 @@ DeltaRuleCase raw_gates_with_a_strong_head(DType gates, int64_t H, int64_t group
 
 // Decays of tokens, or of whole tiles, that are too strong to be divided by; and gates in fp32 or in the type of k.
 TEST(Sm90Backward, StrongDecaysPerChannel) {
-  for (const auto& [gates, widths] :
-       {std::pair{DType::kF32, Widths{128, 128}}, {DType::kBF16, {128, 128}}, {DType::kBF16, {64, 64}}}) {
+  for (const auto& [gates, widths] : {std::pair{DType::kF32, Widths{128, 128}},
+                                      {DType::kBF16, {128, 128}},
+                                      {DType::kBF16, {64, 64}},
+                                      {DType::kF32, {128, 200}},
+                                      {DType::kBF16, {72, 256}}}) {
     DeltaRuleCase problem = draw(sized(Gate::kPerChannel, 100, widths), 17);
     problem.g = problem.g.to(gates);
     for (int64_t i = 0; i < problem.g.size(); i += 3)
@@ -209,19 +212,23 @@ TEST(Sm90Backward, GatesThatForgetAmongMildOnes) {
 
 // Of a group of heads and four chunks, one head in one chunk: another kernel has the group's share of dq and dk there.
 TEST(Sm90Backward, OneStrongDecayAmongMildOnes) {
-  DeltaRuleSpec spec = with_heads(wide(Gate::kPerChannel, 200), 2, 2);
-  spec.options.qk_l2norm = true;
-  DeltaRuleCase problem = draw(spec, 18);
-  for (int64_t i = 0; i < problem.g.size(); ++i) problem.g.set(i, -0.3 * (i * 7 % 11) / 11);
-  problem.g.set((70 * spec.HV + 1) * spec.K + 5, -20.0);
-  expect_as_reference(problem);
+  for (const int64_t V : {128, 200}) {
+    DeltaRuleSpec spec = with_heads(sized(Gate::kPerChannel, 200, {128, V}), 2, 2);
+    spec.options.qk_l2norm = true;
+    DeltaRuleCase problem = draw(spec, 18);
+    for (int64_t i = 0; i < problem.g.size(); ++i) problem.g.set(i, -0.3 * (i * 7 % 11) / 11);
+    problem.g.set((70 * spec.HV + 1) * spec.K + 5, -20.0);
+    expect_as_reference(problem);
+  }
 }
 
 // So mild that tiles of 16 tokens fit the exponents of fp16.
 TEST(Sm90Backward, MildDecaysPerChannelInFp16) {
-  DeltaRuleCase problem = draw(wide(Gate::kPerChannel, 100, DType::kF16), 19);
-  for (int64_t i = 0; i < problem.g.size(); ++i) problem.g.set(i, -0.1 * (i * 7 % 11) / 11);
-  expect_as_reference(problem);
+  for (const int64_t V : {128, 256}) {
+    DeltaRuleCase problem = draw(sized(Gate::kPerChannel, 100, {128, V}, DType::kF16), 19);
+    for (int64_t i = 0; i < problem.g.size(); ++i) problem.g.set(i, -0.1 * (i * 7 % 11) / 11);
+    expect_as_reference(problem);
+  }
 }
 
 // Gates per channel that are given and raw, in the type of k: where these come and dg leaves by TMA, and where they cannot.
@@ -394,7 +401,7 @@ TEST(Sm90Backward, ValuesAbove128) {
   for (const Gate gate : {Gate::kNone, Gate::kPerHead, Gate::kPerChannel}) {
     for (const Widths& widths : first<Widths>({{128, 256}, {64, 192}, {128, 136}, {64, 256}, {72, 248}}, 3)) {
       for (const DType dtype : {DType::kBF16, DType::kF16}) {
-        DeltaRuleSpec spec = with_lengths(with_heads(sized(gate, 0, widths, dtype), 2, 2), {67, 0, 130, 1});
+        DeltaRuleSpec spec = with_lengths(with_heads(sized(gate, 0, widths, dtype), 1, 2), {67, 0, 20});
         spec.options.qk_l2norm = dtype == DType::kBF16;
         expect_as_reference(draw(spec, 33));
       }
@@ -429,8 +436,8 @@ TEST(Sm90Backward, TheVerboseLineSaysWhoseGradientsRun) {
     for (const int64_t K : {64, 128}) expect(Gate::kPerHead, {K, V}, DType::kF16, true);
   }
   expect(Gate::kNone, {192, 64}, DType::kBF16, false);
-  expect(Gate::kPerChannel, {128, 128}, DType::kBF16, true);
-  expect(Gate::kPerChannel, {64, 128}, DType::kBF16, false);
+  for (const int64_t V : {64, 128, 136, 256}) expect(Gate::kPerChannel, {72, V}, DType::kBF16, true);
+  expect(Gate::kPerChannel, {64, 256}, DType::kBF16, false);
 }
 
 TEST(Sm90Backward, WhatItDeclines) {

@@ -15,7 +15,7 @@ struct BackKernels {
   // begin when it has ended.
   int ready_columns;
   int gradients_on_one;       // blocks of the gradients on a multiprocessor
-  bool sums_keys;             // whether these leave sums of dq and dk in memory
+  int key_sums;               // matrices of GradientArgs::key_sums that a block of these has
   bool leaves_pairs = false;  // whether these have GradientArgs::left
   bool follow = false;        // whether a scan back may follow them as GradientArgs::waits_late says
   int segment_chunks = 0;     // as in forward_in_windows, of either scan

@@ -44,10 +44,12 @@ int gradients_on_one(const DeltaRuleBackwardProblem& problem) {
 }
 
 // dq and dk are sums over the value heads of a group, and over ranges of value columns.
-bool sums_keys(const DeltaRuleBackwardProblem& problem) {
+int key_sums(const DeltaRuleBackwardProblem& problem) {
+  const bool per_channel = has_decay_per_channel(problem);
   const int width = padded_k(problem.sizes.head_dim_k);
-  const int columns = has_decay_per_channel(problem) ? gradients_per_channel_columns(width) : gradients_columns(width);
-  return problem.sizes.group > 1 || problem.sizes.head_dim_v > columns;
+  const int columns = per_channel ? gradients_per_channel_columns(width) : gradients_columns(width);
+  if (problem.sizes.group == 1 && problem.sizes.head_dim_v <= columns) return 0;
+  return per_channel ? kKeySumsPerChannel : kKeySums;
 }
 
 ParameterSums parameter_sums(const DeltaRuleBackwardProblem& problem, const ChunkArgs& chunk) {
@@ -150,8 +152,7 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
   scratch.Y = layout.take<uint16_t>(slots * HV * V * kChunkRows);
   scratch.carried = take_carried(layout, problem, windows);
   scratch.parameter_parts = layout.take<double>(parameter_sums(problem, chunk).count());
-  const int64_t key_sums = (has_decay_per_channel(problem) ? kKeySumsPerChannel : kKeySums) * kChunkRows * K;
-  scratch.key_sums = layout.take<float>(kernels.sums_keys ? gradient_blocks(problem, kernels, slots) * key_sums : 0);
+  scratch.key_sums = layout.take<float>(gradient_blocks(problem, kernels, slots) * kernels.key_sums * kChunkRows * K);
   scratch.left = layout.take<uint32_t>(kernels.leaves_pairs ? slots * problem.sizes.num_heads : 0);
   scratch.segments =
       take_segments(layout, forward_args(problem, kernels, chunk), {chunk.window}, chunk_sm90::kForwardMapParts);
@@ -236,7 +237,7 @@ std::string config_text(const DeltaRuleBackwardProblem& problem, const Context&)
 BackKernels back_kernels(const DeltaRuleBackwardProblem& problem, const Context& context) {
   return {.ready_columns = runs_beside(problem) ? back_config_of(problem).columns() : 0,
           .gradients_on_one = gradients_on_one(problem),
-          .sums_keys = sums_keys(problem),
+          .key_sums = key_sums(problem),
           .scan_states = [&](const ChunkArgs& args) { scan_forward(args, config_of(problem), context); },
           .scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); },
           .gradients = [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); }};
@@ -250,7 +251,8 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, BackKernels ke
   const DeltaRuleBackward& call = problem.args;
   if (!wants_gradients(problem)) {
     kernels.ready_columns = 0;
-    kernels.sums_keys = kernels.leaves_pairs = false;
+    kernels.key_sums = 0;
+    kernels.leaves_pairs = false;
   }
   const bool v_first = call.options.state_v_first;
   GradientArgs args;
@@ -285,7 +287,7 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, BackKernels ke
   args.G = scratch.G;
   args.Y = scratch.Y;
   args.parameter_parts = sums.parts = sums.wanted() ? scratch.parameter_parts : nullptr;
-  args.key_sums = kernels.sums_keys ? scratch.key_sums : nullptr;
+  args.key_sums = kernels.key_sums > 0 ? scratch.key_sums : nullptr;
   args.left = kernels.leaves_pairs ? scratch.left : nullptr;
   const bool wanted = args.chunk.num_chunks > 0 && wants_gradients(problem);
   if (wanted) provide_states(problem, kernels, scratch, args, context);

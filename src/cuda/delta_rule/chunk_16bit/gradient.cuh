@@ -64,7 +64,7 @@ struct GradientArgs {
   double* parameter_parts = nullptr;
 
   // Where a block leaves the sum of dq and dk over the heads of a group and the ranges of value columns so far, and per
-  // channel that of dg over the ranges: [blocks][2 or 3][64][padded K]; absent where there is one head and one range.
+  // channel that of dg over the ranges: [blocks][2 to 4][64][padded K]; absent where there is one head and one range.
   float* key_sums = nullptr;
 
   // [slots][H] of the window: pairs of a chunk and a key head that are left to the kernel of chunk_16bit, which takes no

@@ -140,8 +140,7 @@ void scan_channels_back(const DeltaRuleBackwardProblem& problem, const GradientA
 bool takes_channel_gradients(const DeltaRuleBackwardProblem& problem) {
   const DeltaRuleInputs& in = problem.args.in;
   const DeltaRuleSizes& sizes = problem.sizes;
-  return padded_k(sizes.head_dim_k) == 128 && sizes.head_dim_v <= 128 &&
-         (in.k.dtype == DType::kBF16 || !problem.args.options.gate_in_kernel) &&
+  return padded_k(sizes.head_dim_k) == 128 && (in.k.dtype == DType::kBF16 || !problem.args.options.gate_in_kernel) &&
          lacks_shared_memory(channel_gradients_bytes(), in.q.device.index).empty();
 }
 
@@ -256,6 +255,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
     kernels.scan_back = [&](const GradientArgs& args) { scan_channels_back(problem, args, context); };
     if (takes_gradients(problem)) {
       kernels.leaves_pairs = true;
+      if (problem.sizes.head_dim_v > kMostGradientColumns) kernels.key_sums = kRangeSums;
       kernels.gradients = [&, others = kernels.gradients](const GradientArgs& args, int64_t blocks) {
         channel_gradients(problem, args, blocks, others, context);
       };
@@ -265,7 +265,7 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
     kernels.scan_back = [&](const GradientArgs& args) { scan_back(problem, args, context); };
     if (takes_gradients(problem)) {
       kernels.gradients_on_one = gradients_on_one(columns_of_gradients(problem.sizes));
-      kernels.sums_keys = false;
+      kernels.key_sums = 0;
       kernels.follow = fills_device(problem, context);
       kernels.gradients = [&](const GradientArgs& args, int64_t blocks) { gradients(problem, args, blocks, context); };
     }

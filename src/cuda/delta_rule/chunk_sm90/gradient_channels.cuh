@@ -35,6 +35,10 @@ constexpr uint32_t kBothSigns = 0x80008000;  // of a pair
 // Of channels g and g + 8.
 using OfChannels = float[2];
 
+// What a block leaves in GradientArgs::key_sums, a matrix each, between the items of a key head; dg between those of a head.
+enum KeptSum { kOfQueries, kOfKeys, kOfTokens, kOfGates };
+static_assert(kOfTokens < chunk_16bit::kKeySumsPerChannel && kOfGates < kRangeSums);
+
 // Sums over channels of a token, by the blocks of 16 channels that the warps have.
 enum RowSum { kOfBeta, kAlongQ, kAlongK, kNumRowSums };
 
@@ -71,7 +75,7 @@ struct ChannelNumbers {
 //     numbers   the item and its numbers per token; free when the item is done
 //     states    reader, S, Y, v, d_o and G: free after step 3
 //     pairs     J: free in step 5, when dg has its ends
-//     keys      q and k, for all heads of a group; free when dq and dk have left
+//     keys      q and k, for all items of a key head; free when dq and dk have left
 //     gates     in the place of rows, from when these have been read, in step 5, until the next item has some: where gates
 //               are of 16 bits, together with `pairs`; of 32 bits, when dg has left. Step 5 has them brought again, where
 //               it needs them, when `pairs` are free, and puts dg there
@@ -116,6 +120,7 @@ static_assert(offsetof(ChannelExchange, end) <= LowerTile::kBytes);
 
 // Of the warps that serve, the first names the items and brings their numbers, and two bring the operands. By one lane each:
 // three have room for the places of all boxes in few registers.
+template <bool kRanges>
 struct ChannelBringer {
   const GradientArgs& args;
   const ChannelGradientMaps& maps;
@@ -166,8 +171,9 @@ struct ChannelBringer {
     s.states_free.wait(busy);
     s.first_filled.arrive_expecting(2 * Keys::kBytes + WrittenTile::kBytes + LowerTile::kBytes);
     load_copy<kWidth>(s.reader, maps.keys, kReader, factors, s.first_filled);
-    load_panels(Keys(s.v), maps.v, 0, args.chunk.problem.head_dim_v, at, s.first_filled);
-    load_rows(WrittenTile(s.Y), maps.Y, 0, args.padded_v, static_cast<int>(item.slot), s.first_filled);
+    const int column = column_of<kRanges>(item);
+    load_panels(Keys(s.v), maps.v, column, args.chunk.problem.head_dim_v, at, s.first_filled);
+    load_rows(WrittenTile(s.Y), maps.Y, column, args.padded_v, static_cast<int>(item.slot), s.first_filled);
     s.pairs_free.wait(busy);
     load_lower(s.pairs.A, maps.lower, kLowerJ, factors, s.first_filled);
   }
@@ -176,15 +182,17 @@ struct ChannelBringer {
     s.states_free.wait(busy);
     s.first_filled.arrive_expecting(StatesTile::kBytes);
     const int chunk = state_chunk(args.chunk, item), batch = static_cast<int>(item.span.batch);
+    const int column = column_of<kRanges>(item);
     const StatesTile S(s.S);
 #pragma unroll
     for (int p = 0; p < StatesTile::kPanels; ++p) {
-      load_box(S.panel(p), maps.S, {p * StatesTile::kPanelColumns, 0, item.head, chunk, batch}, s.first_filled);
+      load_box(S.panel(p), maps.S, {p * StatesTile::kPanelColumns, column, item.head, chunk, batch}, s.first_filled);
     }
     s.second_filled.arrive_expecting(Keys::kBytes);
-    load_panels(Keys(s.d_o), maps.d_o, 0, args.chunk.problem.head_dim_v, rows_of(item, item.head), s.second_filled);
+    load_panels(Keys(s.d_o), maps.d_o, column, args.chunk.problem.head_dim_v, rows_of(item, item.head),
+                s.second_filled);
     s.third_filled.arrive_expecting(StatesTile::kBytes);
-    load_rows(StatesTile(s.G), maps.G, 0, args.padded_v, static_cast<int>(item.slot), s.third_filled);
+    load_rows(StatesTile(s.G), maps.G, column, args.padded_v, static_cast<int>(item.slot), s.third_filled);
     if (item.first) bring_keys(item, s.keys[busy ^ 1]);
   }
 

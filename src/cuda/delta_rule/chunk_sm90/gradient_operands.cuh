@@ -126,7 +126,12 @@ __device__ __forceinline__ void load_rows(const Tile& tile, const TensorMap& map
   }
 }
 
-// kRanges: a head has several items, each with a range of its value columns.
+// The first value column of the item. kRanges: a head has several items, each with a range of its columns.
+template <bool kRanges>
+__device__ __forceinline__ int column_of(const Item& item) {
+  return kRanges ? item.column : 0;
+}
+
 template <class Block, bool kRanges>
 struct Bringer {
   using Keys = typename Block::Keys;
@@ -163,15 +168,12 @@ struct Bringer {
                sizeof(numbers.token), filled);
   }
 
-  // The first value column of the item.
-  __device__ __forceinline__ static int column_of(const Item& item) { return kRanges ? item.column : 0; }
-
   __device__ __forceinline__ void bring_first(const Item& item, uint32_t turn) const {
     const uint32_t busy = turn % 2 ^ 1;
     const RowsPlace at = rows_of(item, item.head);
     s.first_free.wait(busy);
     s.first_filled.arrive_expecting(ValuesTile::kBytes + LowerTile::kBytes + StatesTile::kBytes + WrittenTile::kBytes);
-    const int column = column_of(item);
+    const int column = column_of<kRanges>(item);
     load_panels(ValuesTile(s.v), maps.v, column, args.chunk.problem.head_dim_v, at, s.first_filled);
     load_lower(s.J, maps.lower, kLowerJ, static_cast<int>(item.factors), s.first_filled);
     s.states_free.wait(busy);
@@ -192,7 +194,7 @@ struct Bringer {
     const uint32_t busy = turn % 2 ^ 1;
     s.states_free.wait(busy);
     s.second_filled.arrive_expecting(ValuesTile::kBytes + LowerTile::kBytes);
-    const int column = column_of(item);
+    const int column = column_of<kRanges>(item);
     load_panels(ValuesTile(s.d_o), maps.d_o, column, args.chunk.problem.head_dim_v, rows_of(item, item.head),
                 s.second_filled);
     s.third_filled.arrive_expecting(StatesTile::kBytes);

@@ -1,10 +1,11 @@
-// The gradients of every chunk on Hopper, for one decay per key channel and K, V <= 128. See ../chunk_16bit/gradient.cuh
+// The gradients of every chunk on Hopper, for one decay per key channel and K <= 128. See ../chunk_16bit/gradient.cuh
 // for the equations, and ../chunk_16bit/gradients_per_channel.cuh for the sums X and F of tiles of 16 tokens, the rows
 // that rise and fall in them, and why dg may be taken from them: this kernel computes the same where all tiles are mild.
 //
-// A block takes one pair of a chunk and a key head after the other, and of each the value heads of the group. Other warps
-// bring operands by TMA while four warpgroups work on a head. Each has one side, 64 channels or value columns, of one half
-// of the tokens:
+// A block takes one pair of a chunk and a key head after the other, of each the value heads of the group, and of a head up
+// to 128 value columns at a time, which go through the steps as if they were a head: all that these give are sums over
+// value columns. Other warps bring operands by TMA while four warpgroups work on a range. Each has one side, 64 channels or
+// value columns, of one half of the tokens:
 //
 //     1   of its value columns and tokens:       R^T = bD^T J^T,   bD^T = beta (v^T - S^T reader^T), what its rounding took
 //         added to the product
@@ -53,8 +54,8 @@ __device__ __forceinline__ void side_barrier(int side) {
   side == 0 ? named_barrier<3>(kSideThreads) : named_barrier<4>(kSideThreads);
 }
 
-// kNorm: q and k have an l2 norm.
-template <DType kType, bool kNorm>
+// kNorm: q and k have an l2 norm. kRanges: a head has several items, each with a range of its value columns.
+template <DType kType, bool kNorm, bool kRanges>
 struct ChannelGradientGroup {
   const GradientArgs& args;
   const ChannelGradientMaps& maps;
@@ -384,22 +385,22 @@ struct ChannelGradientGroup {
 
   // Step 5 ------------------------------------------------------------------------------------------------------------
 
-  // The sums of dq and dk over the heads of a group so far, as the threads have them.
-  __device__ __forceinline__ float4* kept_sums(int which) const {
-    return reinterpret_cast<float4*>(args.key_sums + (blockIdx.x * int64_t{chunk_16bit::kKeySumsPerChannel} + which) *
-                                                         (kChunkRows * kWidth)) +
-           thread;
+  // Where sums over items so far are, as the threads have them.
+  __device__ __forceinline__ static int64_t place_of(KeptSum which) {
+    constexpr int kSums = kRanges ? kRangeSums : chunk_16bit::kKeySumsPerChannel;
+    return (blockIdx.x * int64_t{kSums} + which) * (kChunkRows * kWidth);
   }
-  __device__ __forceinline__ void add_group(const Item& item, int which, ChannelSums& x) const {
-    if (item.first && item.last) return;
-    float4* kept = kept_sums(which);
+  // Adds what the items before this one have. `first` and `last` are of a key head or of a head, and read where they count.
+  __device__ __forceinline__ void add_items(const bool& first, const bool& last, KeptSum which, ChannelSums& x) const {
+    if (first && last) return;
+    float4* kept = reinterpret_cast<float4*>(args.key_sums + place_of(which)) + thread;
 #pragma unroll
     for (int n = 0; n < 2 * kHalfTiles; ++n, kept += kWorkers) {
-      if (!item.first) {
+      if (!first) {
         const float4 y = *kept;
         x[n][0] += y.x, x[n][1] += y.y, x[n][2] += y.z, x[n][3] += y.w;
       }
-      if (!item.last) *kept = make_float4(x[n][0], x[n][1], x[n][2], x[n][3]);
+      if (!last) *kept = make_float4(x[n][0], x[n][1], x[n][2], x[n][3]);
     }
   }
 
@@ -570,6 +571,15 @@ struct ChannelGradientGroup {
     }
   }
 
+  // Of an item that leaves no dg: the gates' place becomes free without it.
+  __device__ __forceinline__ void pass_gates() const {
+    if (maps.has_gates && args.chunk.problem.gate_in_kernel) s.gates_again.wait(turn % 2);
+    if (stores_side()) {
+      if (item_now().last) s.keys_free.arrive();
+      if (maps.has_gates && args.chunk.problem.g.dtype == DType::kF32) s.gates_free.arrive();
+    }
+  }
+
   // From dg to the gradient of what the gate tensor holds, and the chunk's share of the gate's parameters.
   __device__ __forceinline__ void finish_gates(const Item& item, const ChannelGate& gate, ChannelSums& dg) const {
     const DeltaRuleDeviceProblem& p = args.chunk.problem;
@@ -643,7 +653,7 @@ struct ChannelGradientGroup {
     if (lane == 0) parts[-1] = sum;
   }
 
-  // The totals of the tokens' sums, by a thread each; with them dbeta.
+  // The totals of the tokens' sums, by a thread each; with them, after a head's last item, dbeta.
   __device__ __forceinline__ void finish_sums(const Item& item, const ChannelNumbers& numbers) const {
     const int which = thread / kChunkRows, i = thread % kChunkRows;
     if (which >= (kNorm ? kNumRowSums : kAlongQ)) return;
@@ -651,15 +661,20 @@ struct ChannelGradientGroup {
 #pragma unroll
     for (int w = 0; w < kChannelBlocks; ++w) sum += s.exchange.part[which][w][i];
     if (which != kOfBeta) {
-      if (!item.first || !item.last) {  // over the heads of a group
-        float& kept =
-            args.key_sums[(blockIdx.x * int64_t{chunk_16bit::kKeySumsPerChannel} + 2) * (kChunkRows * kWidth) + thread];
+      if (!item.first || !item.last) {
+        float& kept = args.key_sums[place_of(kOfTokens) + thread];
         if (!item.first) sum += kept;
         kept = sum;
       }
       const float rstd = which == kAlongQ ? numbers.rstd_q[i] : numbers.rstd_k[i];
       s.exchange.total[which][i] = rstd * rstd * sum;
     } else if (args.dbeta.present() && i < item.span.length) {
+      if constexpr (kRanges) {  // the ranges before are added to Y . v
+        float &kept = args.key_sums[place_of(kOfTokens) + thread], &yv = s.exchange.total[kOfBeta][i];
+        if (!item.opens) yv += kept;
+        kept = yv - sum;
+        if (!item.closes) return;
+      }
       const DeviceTensor& out = args.dbeta;
       store_float(out.data, out.dtype, row_offset(out, item.span.batch, item.span.begin + i, item.head),
                   beta_adjoint(args.chunk.problem, numbers.beta[i], s.exchange.total[kOfBeta][i] - sum));
@@ -766,8 +781,8 @@ struct ChannelGradientGroup {
     }
     forget();
     if (half == 1) leave(s.exchange.after_first, added);
-    add_group(item_now(), 0, X_q);
-    add_group(item_now(), 1, F);
+    add_items(item_now().first, item_now().last, kOfQueries, X_q);
+    add_items(item_now().first, item_now().last, kOfKeys, F);
     named_barrier<kPartsReady>(kWorkers);
     // It comes while dq and dk leave.
     const ChannelGate gate(args.chunk.problem, item_now().head, own_gates(item_now()));
@@ -786,6 +801,10 @@ struct ChannelGradientGroup {
       store_keys(item_now());
     }
     forget();
+    if constexpr (kRanges) {
+      add_items(item_now().opens, item_now().closes, kOfGates, X_k);
+      if (!item_now().closes) return pass_gates();
+    }
     finish_gates(item_now(), gate, X_k);
     if (item_now().last && stores_side()) {  // dq and dk have long been read; dg may be on its way
       maps.has_gates ? wait_stores_read<1>() : wait_stores_read<0>();
@@ -863,11 +882,7 @@ struct ChannelGradientGroup {
     } else {
       fence_async_proxy();
       release(s.pairs_free, lane);
-      if (maps.has_gates && args.chunk.problem.gate_in_kernel) s.gates_again.wait(turn % 2);
-      if (stores_side()) {
-        if (item_now().last) s.keys_free.arrive();
-        if (maps.has_gates && args.chunk.problem.g.dtype == DType::kF32) s.gates_free.arrive();
-      }
+      pass_gates();
     }
     return strong;
   }
@@ -896,7 +911,7 @@ struct ChannelGradientGroup {
   }
 };
 
-template <DType kType, bool kNorm>
+template <DType kType, bool kNorm, bool kRanges>
 __global__ void __launch_bounds__(kGradientThreads, 1)
     channel_gradients_kernel(const __grid_constant__ GradientArgs args,
                              const __grid_constant__ ChannelGradientMaps maps) {
@@ -928,11 +943,11 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
     if (role == kBringers) {
       GateBringer{args, maps, s, lane}.run();
     } else if (elect_one()) {
-      ChannelBringer{args, maps, s}.run(role);
+      ChannelBringer<kRanges>{args, maps, s}.run(role);
     }
   } else {
     take_registers<kChannelGradientRegisters>();
-    ChannelGradientGroup<kType, kNorm>{args, maps, s, threadIdx.x}.run();
+    ChannelGradientGroup<kType, kNorm, kRanges>{args, maps, s, threadIdx.x}.run();
   }
 }
 
@@ -943,8 +958,13 @@ void launch_channel_gradients(const GradientArgs& args, const ChannelGradientMap
                               const Context& context) {
   const LaunchShape shape{static_cast<unsigned>(blocks), kGradientThreads, sizeof(ChannelGradientShared), true};
   constexpr const char* kName = "delta_rule chunk_sm90 gradients per channel";
-  args.chunk.problem.qk_l2norm ? launch<channel_gradients_kernel<kType, true>>(kName, context, shape, args, maps)
-                               : launch<channel_gradients_kernel<kType, false>>(kName, context, shape, args, maps);
+  const DeltaRuleDeviceProblem& p = args.chunk.problem;
+  const auto with = [&]<bool kNorm>() {
+    p.head_dim_v > Wide::kColumns
+        ? launch<channel_gradients_kernel<kType, kNorm, true>>(kName, context, shape, args, maps)
+        : launch<channel_gradients_kernel<kType, kNorm, false>>(kName, context, shape, args, maps);
+  };
+  p.qk_l2norm ? with.template operator()<true>() : with.template operator()<false>();
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

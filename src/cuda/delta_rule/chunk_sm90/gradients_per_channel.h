@@ -21,6 +21,9 @@ struct ChannelGradientMaps {
 
 size_t channel_gradients_bytes();  // of shared memory in a block
 
+// Matrices of GradientArgs::key_sums for a block where V is above 128.
+inline constexpr int kRangeSums = 4;
+
 // One launch over all chunks and key heads of the window, but for the pairs with a strong gate: those are marked in
 // args.left, all others unmarked. For bf16 and fp16, a file each.
 template <DType kType>
