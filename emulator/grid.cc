@@ -27,8 +27,8 @@ constexpr size_t kMostThreads = 1024;
 constexpr size_t kBarriers = 16;
 constexpr size_t kWarpsOfGroup = kWarpgroup / kLanes;
 
-// With its warp, with its warpgroup; at a named barrier, at the phase of a transaction barrier.
-enum class State : uint8_t { kReady, kPaused, kTogether, kWithGroup, kAtBarrier, kAtPhase, kLeft };
+// With its warp, with its warpgroup; at a named barrier, at the phase of a transaction barrier, for other kernels.
+enum class State : uint8_t { kReady, kPaused, kTogether, kWithGroup, kAtBarrier, kAtPhase, kAtKernels, kLeft };
 
 struct Copy {
   void* to;
@@ -67,14 +67,22 @@ void* map_pages(size_t bytes) {
   return pages;
 }
 
-// One block runs at a time. The fibers outlive it, each with its stack: entering one for the first time costs a system
-// call, going from one to the other does not.
+// Where threads stop for other kernels: where they wait for those before theirs, or let the next one start.
+struct Hold {
+  bool at_wait = false, at_start = false;
+};
+
+// A place for one block after the other. The fibers outlive it, each with its stack: entering one for the first time costs
+// a system call, going from one to the other does not.
 class Block {
  public:
-  void run(const Grid& grid, uint3 index, const std::function<void()>& body) {
+  // Both run threads until all have left, or those that have not wait for other kernels.
+  void begin(const Grid& grid, uint3 index, const std::function<void()>& body, Hold hold) {
     grid_ = &grid;
     body_ = &body;
-    blockIdx = index;
+    index_ = index;
+    hold_ = hold;
+    lets_start_ = false;
     const size_t threads = threads_of_block();
     if (threads == 0 || threads > kMostThreads || threads % kLanes != 0) {
       fail("a block of %zu threads: expected whole warps, at most %zu threads", threads, kMostThreads);
@@ -93,12 +101,29 @@ class Block {
     }
     landings_.clear();
     at_phases_ = 0;
-    const size_t warps = threads / kLanes;
     backwards_ = (index.x + index.y + index.z) % 2 == 1;
-    do {
-      while (run_next_warp(warps)) open_barriers(threads);
-    } while (land_next(threads));
-    report_waiting(threads);
+    go_on();
+  }
+  void go_on(Hold hold) {
+    hold_ = hold;
+    std::replace(states_, states_ + threads_of_block(), State::kAtKernels, State::kReady);
+    go_on();
+  }
+
+  bool has_left() const { return all_are(State::kLeft); }
+  bool lets_start() const { return lets_start_; }
+
+  void wait_for_previous_kernels() {
+    current().waited = true;
+    if (hold_.at_wait) stop(State::kAtKernels);
+  }
+  void let_next_kernel_start() {
+    lets_start_ = true;
+    if (hold_.at_start) stop(State::kAtKernels);
+  }
+  // For what a kernel before writes.
+  void wait_for_flag() {
+    if (hold_.at_wait) stop(State::kAtKernels);
   }
 
   Fiber& current() { return *fibers_[current_]; }
@@ -171,6 +196,23 @@ class Block {
     size_t arrived = 0, expected = 0;
   };
 
+  void go_on() {
+    running = this;
+    blockIdx = index_;
+    gridDim = grid_->blocks;
+    blockDim = grid_->threads;
+    const size_t threads = threads_of_block(), warps = threads / kLanes;
+    do {
+      while (run_next_warp(warps)) open_barriers(threads);
+    } while (land_next(threads));
+    if (std::find(states_, states_ + threads, State::kAtKernels) == states_ + threads) report_waiting(threads);
+  }
+
+  bool all_are(State state) const {
+    const size_t threads = threads_of_block();
+    return std::count(states_, states_ + threads, state) == static_cast<ptrdiff_t>(threads);
+  }
+
   // The first warp that can go on does, as far as it can: it gets ahead of the others by as much as barriers allow.
   // False when none can.
   bool run_next_warp(size_t warps) {
@@ -215,9 +257,7 @@ class Block {
     if (landings_.empty()) return false;
     const std::function<void()> landing = std::move(backwards_ ? landings_.back() : landings_.front());
     backwards_ ? landings_.pop_back() : landings_.pop_front();
-    if (std::count(states_, states_ + threads, State::kLeft) == static_cast<ptrdiff_t>(threads)) {
-      fail("all threads have left while a copy to shared memory is on its way");
-    }
+    if (all_are(State::kLeft)) fail("all threads have left while a copy to shared memory is on its way");
     landing();
     open_phases(threads);
     return true;
@@ -271,8 +311,9 @@ class Block {
         fail("lanes of a warp at %s and %s", fibers_[one]->waits_for, fibers_[i]->waits_for);
       }
       if (waiting != kLanes) {
-        // They come when the phase has completed.
-        if (std::find(states, states + kLanes, State::kAtPhase) != states + kLanes) return;
+        // They come when the phase has completed, or other kernels have.
+        const auto comes = [](State state) { return state == State::kAtPhase || state == State::kAtKernels; };
+        if (std::find_if(states, states + kLanes, comes) != states + kLanes) return;
         fail("only %d lanes of a warp at %s", static_cast<int>(waiting), fibers_[one]->waits_for);
       }
       if (fibers_[first]->with_group) {
@@ -327,7 +368,7 @@ class Block {
     context.uc_stack.ss_size = kStackBytes - current_ * 13 * 64 % (kStackBytes / 4);
     context.uc_link = nullptr;
     makecontext(
-        &context, [] { instance().live(); }, 0);
+        &context, [] { running->live(); }, 0);
     setcontext(&context);
     std::abort();  // it does not return
   }
@@ -343,14 +384,14 @@ class Block {
   }
 
  public:
-  static Block& instance() {
-    static Block* const block = new Block;
-    return *block;
-  }
+  static inline Block* running = nullptr;
 
  private:
   const Grid* grid_ = nullptr;
   const std::function<void()>* body_ = nullptr;
+  uint3 index_{};
+  Hold hold_;
+  bool lets_start_ = false;  // the next kernel
   std::vector<std::unique_ptr<Fiber>> fibers_;
   // Of all threads; the operation and what the thread brings to it while it waits for its warp or warpgroup.
   State states_[kMostThreads];
@@ -368,6 +409,106 @@ class Block {
   unsigned char* shared_ = nullptr;
 };
 
+std::vector<std::unique_ptr<Block>>& free_places() {
+  static auto* const places = new std::vector<std::unique_ptr<Block>>;
+  return *places;
+}
+
+// A kernel of which blocks have stopped for others, or have yet to begin.
+class Kernel {
+ public:
+  Kernel(const Grid& grid, std::function<void()> body) : grid_(grid), body_(std::move(body)) {}
+
+  void begin(Hold hold) {
+    while (next_ < count() && blocks_.size() < kMostHeld) begin_next(hold);
+  }
+  void go_on(Hold hold) {
+    for (auto& block : blocks_) {
+      if (!block->has_left()) block->go_on(hold);
+    }
+    give_back();
+  }
+  // All that is left of it, when the kernels before it have completed.
+  void finish() {
+    go_on({});
+    while (next_ < count()) begin_next({});
+  }
+
+  // As far as blocks have begun.
+  bool lets_next_start() const {
+    return !blocks_.empty() && std::all_of(blocks_.begin(), blocks_.end(), [](auto& x) { return x->lets_start(); });
+  }
+
+ private:
+  static constexpr size_t kMostHeld = 6;  // blocks at once
+
+  uint64_t count() const { return uint64_t{grid_.blocks.x} * grid_.blocks.y * grid_.blocks.z; }
+
+  void begin_next(Hold hold) {
+    auto& places = free_places();
+    if (places.empty()) places.push_back(std::make_unique<Block>());
+    blocks_.push_back(std::move(places.back()));
+    places.pop_back();
+    const auto x = grid_.blocks.x, y = grid_.blocks.y;
+    const uint3 index{static_cast<unsigned>(next_ % x), static_cast<unsigned>(next_ / x % y),
+                      static_cast<unsigned>(next_ / x / y)};
+    ++next_;
+    blocks_.back()->begin(grid_, index, body_, hold);
+    give_back();
+  }
+  void give_back() {
+    for (auto& block : blocks_) {
+      if (block->has_left()) free_places().push_back(std::move(block));
+    }
+    std::erase(blocks_, nullptr);
+  }
+
+  Grid grid_;
+  std::function<void()> body_;
+  uint64_t next_ = 0;  // the first block that has not begun
+  std::vector<std::unique_ptr<Block>> blocks_;
+};
+
+// Kernels that overlap, in the order of their stream. What one may not rely on: the first blocks of the next one do all that
+// they do before they wait for it when its own first blocks let the next one start, and it goes on when somebody needs it.
+class Kernels {
+ public:
+  static Kernels& instance() {
+    static auto* const kernels = new Kernels;
+    return *kernels;
+  }
+
+  void run(cudaStream_t stream, const Grid& grid, std::function<void()> body) {
+    if (!grid.overlaps || stream != stream_) finish();
+    stream_ = stream;
+    while (!begun_.empty() && !begun_.back()->lets_next_start()) let_last_go_on();
+    const bool first = begun_.empty();
+    begun_.push_back(std::make_unique<Kernel>(grid, std::move(body)));
+    begun_.back()->begin({.at_wait = !first, .at_start = first});
+    if (first && !begun_.back()->lets_next_start()) finish();
+  }
+
+  void finish() {
+    for (; !begun_.empty(); begun_.pop_front()) begun_.front()->finish();
+  }
+
+ private:
+  // Until it lets the next one start, or to its end.
+  void let_last_go_on() {
+    for (; begun_.size() > 1; begun_.pop_front()) begun_.front()->finish();
+    begun_.front()->go_on({.at_start = true});
+    if (!begun_.front()->lets_next_start()) finish();
+  }
+
+  std::deque<std::unique_ptr<Kernel>> begun_;
+  cudaStream_t stream_ = nullptr;
+};
+
+std::mutex& kernels_mutex() {
+  static std::mutex one_at_a_time;
+  return one_at_a_time;
+}
+
 void perform(const std::vector<Copy>& copies) {
   for (const Copy& copy : copies) {
     if (copy.from == nullptr) {
@@ -380,37 +521,33 @@ void perform(const std::vector<Copy>& copies) {
 
 }  // namespace
 
-void run(const Grid& grid, const std::function<void()>& body) {
-  static std::mutex one_at_a_time;
-  const std::lock_guard lock(one_at_a_time);
-  gridDim = grid.blocks;
-  blockDim = grid.threads;
-  uint3 index;
-  for (index.z = 0; index.z < grid.blocks.z; ++index.z) {
-    for (index.y = 0; index.y < grid.blocks.y; ++index.y) {
-      for (index.x = 0; index.x < grid.blocks.x; ++index.x) Block::instance().run(grid, index, body);
-    }
-  }
+void run(cudaStream_t stream, const Grid& grid, std::function<void()> body) {
+  const std::lock_guard lock(kernels_mutex());
+  Kernels::instance().run(stream, grid, std::move(body));
+}
+void finish() {
+  const std::lock_guard lock(kernels_mutex());
+  Kernels::instance().finish();
 }
 
 void together(const char* name, WarpOperation operation, void* mine) {
-  Block::instance().meet(name, operation, mine, false);
+  Block::running->meet(name, operation, mine, false);
 }
 void warpgroup_together(const char* name, WarpOperation operation, void* mine) {
-  Block::instance().meet(name, operation, mine, true);
+  Block::running->meet(name, operation, mine, true);
 }
 
-int elected_lane() { return Block::instance().elected_lane(); }
+int elected_lane() { return Block::running->elected_lane(); }
 
-void wait_for_phase(uint32_t barrier, bool parity) { Block::instance().wait_for_phase(barrier, parity); }
-void begin_landing(std::function<void()> landing) { Block::instance().begin_landing(std::move(landing)); }
-AsyncWork& async_work() { return Block::instance().current().async; }
-void fail(const char* message) { Block::instance().fail("%s", message); }
+void wait_for_phase(uint32_t barrier, bool parity) { Block::running->wait_for_phase(barrier, parity); }
+void begin_landing(std::function<void()> landing) { Block::running->begin_landing(std::move(landing)); }
+AsyncWork& async_work() { return Block::running->current().async; }
+void fail(const char* message) { Block::running->fail("%s", message); }
 
 void block_barrier() { named_barrier(0, 0); }
 
 void named_barrier(int id, int threads) {
-  Block& block = Block::instance();
+  Block& block = *Block::running;
   block.arrive(id, threads);
   block.current().barrier = static_cast<size_t>(id);
   block.stop(State::kAtBarrier);
@@ -418,30 +555,32 @@ void named_barrier(int id, int threads) {
 
 // Those who waited may get ahead of the one that arrives.
 void arrive_at_named_barrier(int id, int threads) {
-  Block::instance().arrive(id, threads);
-  Block::instance().stop(State::kPaused);
+  Block::running->arrive(id, threads);
+  Block::running->stop(State::kPaused);
 }
 
-void wait_for_previous_kernels() { Block::instance().current().waited = true; }
+void wait_for_previous_kernels() { Block::running->wait_for_previous_kernels(); }
+void let_next_kernel_start() { Block::running->let_next_kernel_start(); }
+void wait_for_flag() { Block::running->wait_for_flag(); }
 
-unsigned char* shared_memory() { return Block::instance().shared(); }
-uint32_t shared_address(const void* pointer) { return Block::instance().shared_address(pointer); }
-void* shared_pointer(uint32_t address, size_t bytes) { return Block::instance().shared_pointer(address, bytes); }
+unsigned char* shared_memory() { return Block::running->shared(); }
+uint32_t shared_address(const void* pointer) { return Block::running->shared_address(pointer); }
+void* shared_pointer(uint32_t address, size_t bytes) { return Block::running->shared_pointer(address, bytes); }
 
 void begin_copy(void* to, const void* from, size_t bytes) {
   if (reinterpret_cast<uintptr_t>(from) % bytes != 0)
-    Block::instance().fail("a copy from an address that is not aligned");
-  Block::instance().current().copies.push_back({to, from, bytes});
+    Block::running->fail("a copy from an address that is not aligned");
+  Block::running->current().copies.push_back({to, from, bytes});
 }
 
 void commit_copies() {
-  Fiber& fiber = Block::instance().current();
+  Fiber& fiber = Block::running->current();
   fiber.committed.push_back(std::move(fiber.copies));
   fiber.copies.clear();
 }
 
 void wait_copies(int pending) {
-  auto& committed = Block::instance().current().committed;
+  auto& committed = Block::running->current().committed;
   while (committed.size() > static_cast<size_t>(pending)) {
     perform(committed.front());
     committed.pop_front();

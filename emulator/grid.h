@@ -1,4 +1,4 @@
-// Runs a CUDA kernel, compiled as C++, on the CPU: block after block, the threads of a block as fibers of one thread.
+// Runs CUDA kernels, compiled as C++, on the CPU: block after block, the threads of a block as fibers of one thread.
 //
 // A fiber runs until it needs the others: at a barrier, or at an instruction of its whole warp (a shuffle, a product of
 // the tensor cores) or warpgroup (wgmma). That instruction is executed once for the 32 or 128 threads when all of them
@@ -6,9 +6,11 @@
 // a message.
 //
 // What a kernel may not rely on differs from block to block: the order of its warps, and of lanes between two
-// instructions of their warp. Shared memory starts as NaNs, and the page after it cannot be touched.
+// instructions of their warp. Shared memory starts as NaNs, and the page after it cannot be touched. Of a kernel that overlaps
+// the first blocks run, until they wait, before the kernel before it has done more than let them start.
 #pragma once
 
+#include <driver_types.h>
 #include <vector_types.h>
 
 #include <cstddef>
@@ -28,8 +30,9 @@ struct Grid {
   bool overlaps = false;  // launched so that it may start before the kernels before it have completed
 };
 
-// Calls body() for every thread of every block.
-void run(const Grid& grid, const std::function<void()>& body);
+// Calls body() for every thread of every block: until finish() returns, if the kernel overlaps or lets the next one start.
+void run(cudaStream_t stream, const Grid& grid, std::function<void()> body);
+void finish();
 
 // The rest is for the running thread of a kernel
 // ------------------------------------------------------------------------
@@ -62,6 +65,9 @@ AsyncWork& async_work();
 
 // Every thread of a grid that overlaps has to call this.
 void wait_for_previous_kernels();
+void let_next_kernel_start();
+// For what a kernel before this one publishes and has not yet: it may be there when this returns.
+void wait_for_flag();
 
 // The block's dynamic shared memory, aligned to 128 bytes at its end.
 unsigned char* shared_memory();

@@ -64,6 +64,7 @@ cudaError_t allocate(void** pointer, size_t bytes) {
 
 cudaError_t release(void* pointer) {
   if (pointer == nullptr) return cudaSuccess;
+  finish();
   const std::lock_guard lock(memory_mutex);
   const auto found = allocations.find(static_cast<const char*>(pointer));
   if (found == allocations.end()) return remember(cudaErrorInvalidValue);
@@ -110,6 +111,13 @@ void enqueue_work(cudaStream_t stream, Work work) {
     work();
   }
 }
+// Of what is no kernel: the kernels before it have completed.
+void enqueue_other_work(cudaStream_t stream, Work work) {
+  enqueue_work(stream, [work = std::move(work)] {
+    finish();
+    work();
+  });
+}
 
 using Graph = std::vector<Work>;
 using Clock = std::chrono::steady_clock;
@@ -124,7 +132,7 @@ cudaError_t enqueue(cudaStream_t stream, const void* kernel, const Grid& grid, s
   if (grid.shared_bytes > static_cast<size_t>(shared_limit()) || grid.shared_bytes > allowed_shared_memory(kernel)) {
     return remember(cudaErrorInvalidValue);
   }
-  enqueue_work(stream, [grid, body = std::move(body)] { run(grid, body); });
+  enqueue_work(stream, [stream, grid, body = std::move(body)] { run(stream, grid, body); });
   return cudaSuccess;
 }
 
@@ -158,7 +166,10 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : remember(cudaErrorInvalidDevice); }
-cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() {
+  finish();
+  return cudaSuccess;
+}
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   *properties = {};
   std::strcpy(properties->name, "emulator");
@@ -213,16 +224,17 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  finish();
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
-  enqueue_work(stream, [=] { std::memcpy(to, from, bytes); });
+  enqueue_other_work(stream, [=] { std::memcpy(to, from, bytes); });
   return cudaSuccess;
 }
 
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
-  enqueue_work(stream, [=] { std::memset(to, value, bytes); });
+  enqueue_other_work(stream, [=] { std::memset(to, value, bytes); });
   return cudaSuccess;
 }
 
@@ -231,10 +243,14 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  finish();
   delete of(stream);
   return cudaSuccess;
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  finish();
+  return cudaSuccess;
+}
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
   of(stream)->captured = new Graph;
   return cudaSuccess;
@@ -256,6 +272,7 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
   return cudaSuccess;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t) {
+  finish();
   for (const Work& work : *reinterpret_cast<Graph*>(executable)) work();
   return cudaSuccess;
 }
@@ -272,7 +289,10 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
   *reinterpret_cast<Clock::time_point*>(event) = Clock::now();
   return cudaSuccess;
 }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t) {
+  finish();
+  return cudaSuccess;
+}
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
   const auto time = [](cudaEvent_t event) { return *reinterpret_cast<Clock::time_point*>(event); };
   *ms = std::chrono::duration<float, std::milli>(time(end) - time(begin)).count();

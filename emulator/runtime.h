@@ -1,5 +1,5 @@
 // The part of CUDA's runtime that launches kernels; the rest is in CUDA's own header, and runtime.cc defines it on host
-// memory. Work is done at once, except while its stream is being captured.
+// memory. Work is done at once, except while its stream is being captured, and by kernels that overlap (grid.h).
 #pragma once
 
 #include <cuda_runtime_api.h>

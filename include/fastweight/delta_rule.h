@@ -80,8 +80,8 @@ struct DeltaRuleForward {
   TensorView final_state;   // [N, HV, K, V] fp32; optional
   TensorView chunk_states;  // [B, NT, HV, K, V], the state before every chunk; optional. fp32, or k's type. With
                             // cu_seqlens on CUDA any NT up to delta_rule_num_chunks; chunks from NT on are not written
-  TensorView kept;          // [B, NT, HV, W] int32, dense, NT from delta_rule_num_chunks and W from
-                            // delta_rule_kept_words; optional: what was made of the chunks, for the backward
+  TensorView kept;  // [B, NT, HV, W] int32, dense, at a multiple of 16 bytes, NT from delta_rule_num_chunks and W from
+                    // delta_rule_kept_words; optional: what was made of the chunks, for the backward
 };
 
 // Gradients of a loss whose gradient with respect to o and the final state is given. Every output is optional,

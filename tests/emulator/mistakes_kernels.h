@@ -25,6 +25,9 @@ enum class Mistake {
   kSourceWrittenEarly,
   kStoreNotWaitedFor,
   kBoxNotAligned,
+  // of kernels that overlap
+  kReadBeforeWaiting,
+  kNoWait,
 };
 
 // c [64 x 64] = a b for dense bf16 matrices of 64 x 64.
@@ -32,5 +35,8 @@ void multiply_with(Mistake mistake, const void* a, const void* b, float* c);
 
 // A box of 32 rows of 64 elements from one map to the other.
 void copy_with(Mistake mistake, const TensorMap& from, const TensorMap& to);
+
+// c[i] = b[i] = i for 64 numbers of either, by a kernel for each.
+void count_with(Mistake mistake, float* b, float* c);
 
 }  // namespace fastweight::cuda

@@ -35,6 +35,11 @@ class EmulatorDeathTest : public ::testing::Test {
     cuda::copy_with(mistake, map(x), map(y));
     return y.get();
   }
+  static Tensor count(Mistake mistake) {
+    const DeviceCopy b(Tensor(DType::kF32, {kSize}), kCuda), c(Tensor(DType::kF32, {kSize}), kCuda);
+    cuda::count_with(mistake, static_cast<float*>(b.view().data), static_cast<float*>(c.view().data));
+    return c.get();
+  }
   static int64_t count_nans(const Tensor& x) {
     int64_t count = 0;
     for (double value : x.values()) count += std::isnan(value);
@@ -45,6 +50,8 @@ class EmulatorDeathTest : public ::testing::Test {
 TEST_F(EmulatorDeathTest, NoMistake) {
   EXPECT_EQ(count_nans(multiply(Mistake::kNone)), 0);
   EXPECT_TRUE(support::same_bits(copy(Mistake::kNone), draw_integers(DType::kBF16, {32, kSize}, 100, 3)));
+  const Tensor counted = count(Mistake::kNone);
+  for (int64_t i = 0; i < kSize; ++i) EXPECT_EQ(counted[i], static_cast<double>(i));
 }
 
 TEST_F(EmulatorDeathTest, Products) {
@@ -67,6 +74,11 @@ TEST_F(EmulatorDeathTest, Copies) {
   EXPECT_DEATH(copy(Mistake::kSourceWrittenEarly), "the source of a bulk store was written");
   EXPECT_DEATH(copy(Mistake::kStoreNotWaitedFor), "leaves while bulk stores read its shared memory");
   EXPECT_DEATH(copy(Mistake::kBoxNotAligned), "not aligned to 128 bytes");
+}
+
+TEST_F(EmulatorDeathTest, KernelsThatOverlap) {
+  EXPECT_EQ(count(Mistake::kReadBeforeWaiting)[kSize - 1], 0);
+  EXPECT_DEATH(count(Mistake::kNoWait), "leaves without having waited for the kernels before");
 }
 
 }  // namespace

@@ -181,11 +181,15 @@ int opaque_below(int value) {
 
 inline void fence_all_blocks() {}
 inline void publish(uint32_t* flag) { __atomic_store_n(flag, 1u, __ATOMIC_RELEASE); }
-inline bool is_published(const uint32_t* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE) != 0; }
+inline bool is_published(const uint32_t* flag) {
+  if (__atomic_load_n(flag, __ATOMIC_ACQUIRE) != 0) return true;
+  emulator::wait_for_flag();
+  return __atomic_load_n(flag, __ATOMIC_ACQUIRE) != 0;
+}
 inline uint32_t claim(uint32_t* counter) { return __atomic_fetch_add(counter, 1u, __ATOMIC_RELAXED); }
 
 inline void wait_for_previous_kernels() { emulator::wait_for_previous_kernels(); }
-inline void let_next_kernel_start() {}
+inline void let_next_kernel_start() { emulator::let_next_kernel_start(); }
 
 inline void prefetch(const void*) {}
 
