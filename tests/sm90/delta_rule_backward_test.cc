@@ -382,9 +382,14 @@ TEST(Sm90Backward, ManyPairsForABlock) {
 // Heads that fill the device: with a decay per head or none the scan back over a window begins while the gradients of the
 // window before still run.
 TEST(Sm90Backward, WindowsThatOverlapDoNotShow) {
-  for (Gate gate : {Gate::kPerHead, Gate::kNone, Gate::kPerChannel}) {
+  for (const auto& [gate, widths] : first<std::pair<Gate, Widths>>({{Gate::kPerHead, {128, 128}},
+                                                                    {Gate::kNone, {64, 192}},
+                                                                    {Gate::kPerChannel, {128, 128}},
+                                                                    {Gate::kNone, {128, 128}},
+                                                                    {Gate::kPerHead, {128, 256}}},
+                                                                   3)) {
     const int64_t heads = emulated() ? 3 : 96;
-    DeltaRuleSpec spec = with_heads(wide(gate, 16 * (emulated() ? 8 : 40) + 5), heads, 1);
+    DeltaRuleSpec spec = with_heads(sized(gate, 16 * (emulated() ? 8 : 40) + 5, widths), heads, 1);
     spec.options.chunk_size = 16;
     const DeltaRuleCase problem = draw(spec, 27);
     Context windows = context();

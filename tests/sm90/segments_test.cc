@@ -286,24 +286,37 @@ TEST_P(Sm90Segments, NaNsOfGradientsStayWhereTheyAre) {
   for (double value : slice(results.d_initial_state, 0, 1, 2).values()) ASSERT_TRUE(std::isnan(value));
 }
 
-// What nobody asks for changes no bit: the gradient of the initial state alone, or all but it.
+// What nobody asks for changes no bit: the gradient of the initial state alone, in windows or not, or all but it.
 TEST_P(Sm90Segments, GradientsOfFewTensors) {
-  const DeltaRuleCase problem = draw(in_small_chunks(wide(GetParam(), 70)), 18);
-  const DeltaRuleResults all = support::backward(problem, cut_into(1));
-  for (const bool state_alone : {true, false}) {
-    DeltaRuleResults some = outputs_of(Mode::kBackward, problem);
-    const auto call = call_of(Mode::kBackward, problem, some);
-    for (const char* name : kGradientsOfTokens) {
-      if (state_alone) call[name] = {};
-    }
-    if (!state_alone) call["d_initial_state"] = {};
-    call.run(cut_into(1));
-    if (state_alone) {
-      EXPECT_TRUE(support::same_bits(some.d_initial_state, all.d_initial_state));
-    } else {
-      expect_gradients_of(some, all, 0, 70);
+  const DeltaRuleSpec spec = in_small_chunks(wide(GetParam(), 0));
+  for (const std::vector<int64_t>& lengths : first<std::vector<int64_t>>({{70}, {128}, {20, 130}}, 2)) {
+    const DeltaRuleCase problem = draw(with_lengths(spec, lengths), 18);
+    const DeltaRuleResults all = support::backward(problem, cut_into(1));
+    DeltaRuleResults state = outputs_of(Mode::kBackward, problem), tokens = outputs_of(Mode::kBackward, problem);
+    const auto without_state = call_of(Mode::kBackward, problem, tokens);
+    without_state["d_initial_state"] = {};
+    without_state.run(cut_into(1));
+    expect_gradients_of(tokens, all, 0, problem.spec.T);
+    const auto state_alone = call_of(Mode::kBackward, problem, state);
+    for (const char* name : kGradientsOfTokens) state_alone[name] = {};
+    for (const size_t scratch_bytes : {0, 1}) {
+      state_alone.run(cut_into(1, scratch_bytes));
+      EXPECT_TRUE(support::same_bits(state.d_initial_state, all.d_initial_state)) << scratch_bytes;
     }
   }
+}
+
+// Tokens of no sequence.
+TEST_P(Sm90Segments, NoSequences) {
+  DeltaRuleCase problem = draw(with_lengths(in_small_chunks(wide(GetParam(), 0)), {70}), 19);
+  DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+  for (Tensor* state : {&problem.initial_state, &problem.d_final_state, &outputs.final_state}) {
+    *state = slice(*state, 0, 0, 0);
+  }
+  outputs.chunk_states = {};
+  problem.cu_seqlens = offsets_of({0});
+  EXPECT_NO_THROW(run_into(outputs, problem, cut_into(1)));
+  EXPECT_NO_THROW(support::backward(problem, cut_into(1)));
 }
 
 // Offsets that the host cannot refuse: the call looks at the memory around its tensors.
@@ -338,20 +351,30 @@ TEST(Sm90SegmentGates, NoneWeakAndStrong) {
 // Lengths that a captured call never saw.
 TEST(Sm90SegmentGraphs, ReplayWithOtherLengths) {
   const DeltaRuleCase problem = draw(with_lengths(in_small_chunks(wide(Gate::kPerHead, 0)), {70, 30, 100}), 15);
-  const DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
-  const CallOnDevice call(call_of(Mode::kForward, problem, outputs));
-  const support::DeviceStream stream;
-  Context context = cut_into(1);
-  context.stream = stream.get();
-  const support::DeviceGraph graph(stream, [&] { call.enqueue(context); });
-  for (const std::vector<int64_t>& offsets : {std::vector<int64_t>{0, 1, 129, 200}, {0, 130, 130, 200}}) {
-    call["cu_seqlens"].set(offsets_of(offsets));
-    graph.launch(stream);
-    stream.wait();
-    DeltaRuleCase same = problem;
-    same.cu_seqlens = offsets_of(offsets);
-    EXPECT_TRUE(support::same_bits(slice(call["o"].get(), 1, 0, offsets.back()),
-                                   slice(run(same, cut_into(1)).o, 1, 0, offsets.back())));
+  for (const Mode mode : {Mode::kForward, Mode::kBackward}) {
+    const DeltaRuleResults outputs = outputs_of(mode, problem);
+    const CallOnDevice call(call_of(mode, problem, outputs));
+    const support::DeviceStream stream;
+    Context context = cut_into(1);
+    context.stream = stream.get();
+    const support::DeviceGraph graph(stream, [&] { call.enqueue(context); });
+    for (const std::vector<int64_t>& offsets : {std::vector<int64_t>{0, 1, 129, 200}, {0, 130, 130, 200}}) {
+      call["cu_seqlens"].set(offsets_of(offsets));
+      graph.launch(stream);
+      stream.wait();
+      DeltaRuleCase same = problem;
+      same.cu_seqlens = offsets_of(offsets);
+      const DeltaRuleResults expected =
+          mode == Mode::kForward ? run(same, cut_into(1)) : support::backward(same, cut_into(1));
+      const auto same_bits = [&](const char* name) {
+        return support::same_bits(call[name].get(), *expected.find(name));
+      };
+      for (const char* name : mode == Mode::kForward
+                                  ? std::vector{"o", "final_state"}
+                                  : std::vector{"dq", "dk", "dv", "dg", "dbeta", "d_initial_state"}) {
+        EXPECT_TRUE(same_bits(name)) << name;
+      }
+    }
   }
 }
 

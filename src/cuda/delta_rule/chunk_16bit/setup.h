@@ -188,7 +188,7 @@ inline SegmentScratch take_segments(ScratchLayout& layout, const chunk_sm90::Sca
 // What of the maps a chunk of all heads has.
 inline void take_share_of_maps(ScratchLayout& layout, const chunk_sm90::ScanArgs& args, int parts) {
   if (args.segments.chunks == 0) return;
-  layout.take<float>(parts * args.problem.num_value_heads * chunk_sm90::kMapFloats / args.segments.chunks);
+  layout.take<float>(int64_t{parts} * args.problem.num_value_heads * chunk_sm90::kMapFloats / args.segments.chunks);
 }
 
 inline void number_segments(const SegmentScratch& scratch, chunk_sm90::ScanArgs& args, const Context& context) {
@@ -215,7 +215,8 @@ inline void use_segments(const SegmentScratch& scratch, int64_t n, chunk_sm90::S
 // Into segments of `chunks` chunks each, if any sequence can be so long.
 inline chunk_sm90::ForwardArgs with_segments(const ChunkArgs& args, int chunks) {
   const int64_t tokens = chunks * args.chunked.chunk_size;
-  const bool any = tokens > 0 && chunk_sm90::segments_of(args.problem.sequences.tokens, tokens) > 0;
+  const Sequences& sequences = args.problem.sequences;
+  const bool any = tokens > 0 && sequences.count > 0 && chunk_sm90::segments_of(sequences.tokens, tokens) > 0;
   chunk_sm90::ForwardArgs cut{{args, {}}, nullptr, nullptr};
   cut.segments.chunks = any ? chunks : 0;
   return cut;

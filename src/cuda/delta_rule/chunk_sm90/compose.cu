@@ -161,6 +161,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   wait_for_previous_kernels();
+  let_next_kernel_start();
   __syncthreads();
   const int ranges = (args.problem.head_dim_v + kColumns - 1) / kColumns;
   const int64_t row = blockIdx.x / ranges, number = row / args.problem.num_value_heads;

@@ -252,9 +252,11 @@ struct BackStorer {
   }
 };
 
-// The launches of a scan back in blocks of `columns` columns: over(args, parts) goes over parts, maps(args, parts) makes maps.
-// Of sequences that are cut the tails come first, and beside them the maps of the segments, which need nothing of tails; then
-// the composition, from the tails on, and the segments.
+inline constexpr int64_t kMostBlocks = 1 << 30;  // of a launch
+
+// The launches of a scan back in blocks of `columns` columns: over(args, parts) goes over parts, maps(args, parts, most) makes
+// maps by so many blocks at most. Of sequences that are cut the tails come first, and beside them the maps of the segments, which
+// need nothing of tails; then the composition, from the tails on, and the segments.
 template <class Over, class Maps>
 void scan_back_in_parts(const GradientArgs& args, int columns, const Over& over, const Maps& maps,
                         const Context& context) {
@@ -263,11 +265,16 @@ void scan_back_in_parts(const GradientArgs& args, int columns, const Over& over,
   const int64_t group_tokens = kSegmentGroup * chunk.segments.chunks * chunk.chunked.chunk_size;
   if (chunk.segments.chunks == 0) return over(args, tail_parts(chunk, columns));
   GradientArgs of_maps = args;
+  int64_t most = kMostBlocks;
   if (sequences.offsets != nullptr || sequences.tokens % group_tokens != 0) {
-    over(args, tail_parts(chunk, columns));
+    const PartRange tails = tail_parts(chunk, columns);
+    over(args, tails);
     of_maps.waits_late = true;
+    // A block of maps stays until the tails have ended, and would keep others from their place.
+    const int64_t places = device_attribute(cudaDevAttrMultiProcessorCount, context.device.index);
+    most = std::max(places - tails.end, places / 2);
   }
-  maps(of_maps, map_parts(chunk, 2 * kGroupColumns));
+  maps(of_maps, map_parts(chunk, 2 * kGroupColumns), most);
   launch_compose_back(chunk, args.d_final_state, args.d_initial_state, context);
   // Of segments there is dv, and what the gradients read beside the states.
   if (args.dv.present() || args.S.present()) over(args, segment_parts(chunk, columns));

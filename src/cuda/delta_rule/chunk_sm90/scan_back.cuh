@@ -14,8 +14,8 @@
 // Only the first, third and fifth wait for each other. Rows beyond the tokens of a chunk are zeros in k, q and d_o, and
 // so they are in Y; the blocks of J and sP above their diagonals are zeros too.
 //
-// With K above 128 two warpgroups have the same 64 columns and half of the channels each, as in scan.cuh. X = G^T k^T is the sum
-// of both, which one makes and the other takes from it; all else but G both make, and one of them leaves Y and dv.
+// With K above 128 two warpgroups have the same 64 columns and half of the channels each, as in scan.cuh. X = G^T k^T is the
+// sum of both, which one makes and the other takes from it; all else but G both make, and one of them leaves Y and dv.
 //
 // A scan of maps (segment_plan.h) has blocks of 128 columns of e or of M, for which d_o is zeros, and leaves nothing.
 //
@@ -342,9 +342,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
 }
 
 template <DType kType, class Shape>
-void launch_scan_back_of(const GradientArgs& args, const ScanBackMaps& maps, const PartRange& parts,
+void launch_scan_back_of(const GradientArgs& args, const ScanBackMaps& maps, const PartRange& parts, int64_t most,
                          const Context& context) {
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(parts.end - parts.begin, 1 << 30));
+  const auto blocks = static_cast<unsigned>(std::min(parts.end - parts.begin, most));
   launch<scan_back_kernel<kType, Shape>>("delta_rule chunk_sm90 scan back", context,
                                          {blocks, Shape::kThreads, sizeof(typename Shape::Shared), true}, args, maps,
                                          parts);
@@ -354,8 +354,8 @@ void launch_scan_back_of(const GradientArgs& args, const ScanBackMaps& maps, con
 
 template <DType kType>
 void launch_scan_back(const GradientArgs& args, const ScanBackMaps& maps, int columns, const Context& context) {
-  const auto of = [&]<class Shape>(const GradientArgs& some, const PartRange& parts) {
-    launch_scan_back_of<kType, Shape>(some, maps, parts, context);
+  const auto of = [&]<class Shape>(const GradientArgs& some, const PartRange& parts, int64_t most = kMostBlocks) {
+    launch_scan_back_of<kType, Shape>(some, maps, parts, most, context);
   };
   const auto over = [&](const GradientArgs& some, const PartRange& parts) {
     const int K = padded_k(args.chunk.problem.head_dim_k);
@@ -367,8 +367,8 @@ void launch_scan_back(const GradientArgs& args, const ScanBackMaps& maps, int co
                                : of.template operator()<BackBlock<128, 2>>(some, parts);
     }
   };
-  const auto make_maps = [&](const GradientArgs& some, const PartRange& parts) {
-    of.template operator()<BackBlock<128, 2, true>>(some, parts);
+  const auto make_maps = [&](const GradientArgs& some, const PartRange& parts, int64_t most) {
+    of.template operator()<BackBlock<128, 2, true>>(some, parts, most);
   };
   scan_back_in_parts(args, columns, over, make_maps, context);
 }

@@ -20,7 +20,8 @@ TensorMap rows_map(const uint16_t* matrices, DType dtype, int rows, int columns,
 
 size_t scan_back_bytes(int padded_k);  // of shared memory in the widest block
 
-// One launch, of blocks with 64 or 128 value columns, K up to 64 always 64. For bf16 and fp16, a file each.
+// One launch, or four where sequences are cut into segments, of blocks with 64 or 128 value columns, K up to 64 or above 128
+// always 64. For bf16 and fp16, a file each.
 template <DType kType>
 void launch_scan_back(const chunk_16bit::GradientArgs& args, const ScanBackMaps& maps, int columns,
                       const Context& context);

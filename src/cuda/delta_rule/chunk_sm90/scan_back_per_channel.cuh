@@ -301,8 +301,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
 
 template <DType kType, class Shape>
 void launch_channel_scan_back_of(const GradientArgs& args, const ChannelScanBackMaps& maps, const PartRange& parts,
-                                 const Context& context) {
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(parts.end - parts.begin, 1 << 30));
+                                 int64_t most, const Context& context) {
+  const auto blocks = static_cast<unsigned>(std::min(parts.end - parts.begin, most));
   launch<channel_scan_back_kernel<kType, Shape>>("delta_rule chunk_sm90 scan back per channel", context,
                                                  {blocks, Shape::kThreads, sizeof(typename Shape::Shared), true}, args,
                                                  maps, parts);
@@ -313,8 +313,8 @@ void launch_channel_scan_back_of(const GradientArgs& args, const ChannelScanBack
 template <DType kType>
 void launch_channel_scan_back(const GradientArgs& args, const ChannelScanBackMaps& maps, int columns,
                               const Context& context) {
-  const auto of = [&]<class Shape>(const GradientArgs& some, const PartRange& parts) {
-    launch_channel_scan_back_of<kType, Shape>(some, maps, parts, context);
+  const auto of = [&]<class Shape>(const GradientArgs& some, const PartRange& parts, int64_t most = kMostBlocks) {
+    launch_channel_scan_back_of<kType, Shape>(some, maps, parts, most, context);
   };
   const auto over = [&](const GradientArgs& some, const PartRange& parts) {
     if (padded_k(args.chunk.problem.head_dim_k) == 64) {
@@ -324,8 +324,8 @@ void launch_channel_scan_back(const GradientArgs& args, const ChannelScanBackMap
                                : of.template operator()<ChannelBackBlock<128, 2>>(some, parts);
     }
   };
-  const auto make_maps = [&](const GradientArgs& some, const PartRange& parts) {
-    of.template operator()<ChannelBackBlock<128, 2, true>>(some, parts);
+  const auto make_maps = [&](const GradientArgs& some, const PartRange& parts, int64_t most) {
+    of.template operator()<ChannelBackBlock<128, 2, true>>(some, parts, most);
   };
   scan_back_in_parts(args, columns, over, make_maps, context);
 }

@@ -18,7 +18,8 @@ struct ChannelScanBackMaps {
 
 size_t channel_scan_back_bytes(int padded_k);  // of shared memory in the largest block
 
-// One launch, of blocks with 64 or 128 value columns, K up to 64 always 64. For bf16 and fp16, a file each.
+// One launch, or four where sequences are cut into segments, of blocks with 64 or 128 value columns, K up to 64 always 64. For
+// bf16 and fp16, a file each.
 template <DType kType>
 void launch_channel_scan_back(const chunk_16bit::GradientArgs& args, const ChannelScanBackMaps& maps, int columns,
                               const Context& context);

@@ -26,8 +26,8 @@
 // On an H200 t_o = 1.2 us, from times of whole calls; t_m = 1.4 and t_c = 1.4 are estimates. A sequence of 8192 tokens takes
 // 0.110 ms instead of 0.174 with 8 heads of GDN, and 0.20 instead of 0.23 with 12 of KDA. P = 5 gives 0.43 + 0.07 of the
 // time without; P = 4, with 16 heads on 132 multiprocessors, 0.54 + 0.07, which two such sequences at once already lose. So
-// a head count is cut from P = 5 on, in both directions. n = 16 is where a sequence of 8192 tokens and 8 heads has one wave of blocks; fewer
-// chunks make the composition longer than the scans.
+// a head count is cut from P = 5 on, in both directions. n = 16 is where a sequence of 8192 tokens and 8 heads has one wave
+// of blocks; fewer chunks make the composition longer than the scans.
 //
 // The bits of a sequence must not depend on the batch, so a batch that would fill the device by itself is cut as well, and
 // its scans take up to (t_m + t_o) / t_o as long: 16 sequences of 8192 tokens and 8 heads take 1.11 ms instead of 0.52. Short
