@@ -355,15 +355,38 @@ TEST(Sm90Channels, TypeOfTheGatesChangesNoBit) {
 
 // Factors beside the scan --------------------------------------------------------------------------------------------
 
+// Of chunks of 16 tokens more than all blocks begin with, and never in segments.
+DeltaRuleSpec beside_spec(Gate gate, const Widths& widths, int64_t heads, int64_t group, int64_t chunks) {
+  DeltaRuleSpec spec = with_heads(sized(gate, 16 * chunks - 5, widths), heads, group);
+  spec.options.chunk_size = 16;
+  return spec;
+}
+Context uncut() {
+  Context context = context_for("chunk_sm90");
+  context.segment_chunks = -1;
+  return context;
+}
+DeltaRuleResults run_uncut(const DeltaRuleCase& problem, const Context& context = uncut()) {
+  return run_into(outputs_of(Mode::kForward, problem), problem, context);
+}
+
 // One sequence leaves most of the device to the factors of its later chunks. With an empty one beside it nothing is: several
 // sequences in a row go at different paces.
 TEST(Sm90Beside, ChangesNoBit) {
-  // Value heads of one key head, with which blocks have 64 columns or 128, and chunks: more than all blocks begin with.
-  using Sizes = std::pair<int64_t, int64_t>;
-  for (const auto& [value_heads, chunks] :
-       first<Sizes>({{1, emulated() ? 17 : 1900}, {2, emulated() ? 25 : 1900}}, 1)) {
-    DeltaRuleSpec spec = with_heads(wide(Gate::kPerHead, 16 * chunks - 5), 1, value_heads);
-    spec.options.chunk_size = 16;
+  // Value heads of one key head, with which blocks have 64 columns or 128.
+  const auto of_heads = [](int64_t group, int64_t chunks) {
+    return beside_spec(Gate::kPerHead, {128, 128}, 1, group, emulated() ? chunks : 1900);
+  };
+  // On a device the scan needs fewer multiprocessors than half, and waits for them.
+  const auto of_channels = [](const Widths& widths, int64_t group, int64_t chunks, DType dtype = DType::kBF16) {
+    DeltaRuleSpec spec = beside_spec(Gate::kPerChannel, widths, emulated() ? 1 : 32, group, emulated() ? chunks : 100);
+    spec.dtype = dtype;
+    return spec;
+  };
+  for (const DeltaRuleSpec& spec : std::vector<DeltaRuleSpec>{
+           of_heads(1, 17), of_channels({128, 128}, 1, 25), of_channels({64, 64}, 1, 20), of_heads(2, 25),
+           of_channels({128, 128}, 1, 17), of_channels({128, 128}, 2, 11), of_channels({128, 128}, 1, 26, DType::kF16),
+           of_channels({64, 56}, 1, 21, DType::kF16)}) {
     DeltaRuleCase alone = draw(spec, 20), apart = draw(with_lengths(spec, {spec.T, 0}), 20);
     for (Tensor DeltaRuleCase::*tensor :
          {&DeltaRuleCase::q, &DeltaRuleCase::k, &DeltaRuleCase::v, &DeltaRuleCase::g, &DeltaRuleCase::beta}) {
@@ -372,9 +395,70 @@ TEST(Sm90Beside, ChangesNoBit) {
     alone.initial_state.fill(0);
     apart.initial_state.fill(0);
     DeltaRuleResults one, other;
-    one.o = run_forward(alone).o;
-    other.o = run_forward(apart).o;
+    one.o = run_uncut(alone).o;
+    other.o = run_uncut(apart).o;
     expect_same_bits(one, other, describe(spec));
+  }
+}
+
+// With decays per channel, from an initial state: rows, heads and groups, raw gates and norms, mild decays and strong ones, and
+// states before the chunks in both types.
+TEST(Sm90Beside, ChannelsAsReference) {
+  const int64_t heads = emulated() ? 1 : 16, chunks = emulated() ? 13 : 200;
+  DeltaRuleSpec mixed = with_batch(beside_spec(Gate::kPerChannel, {128, 64}, heads, 1, chunks), 2),
+                raw = beside_spec(Gate::kPerChannel, {128, 64}, 3 * heads, 1, chunks),
+                grouped = beside_spec(Gate::kPerChannel, {72, 40}, heads, 2, chunks);
+  mixed.gate_divisor = 0.2;
+  mixed.gate_dtype = DType::kBF16;
+  raw.options.qk_l2norm = raw.options.gate_in_kernel = raw.options.beta_sigmoid = true;
+  for (const DeltaRuleSpec& spec : {mixed, raw, grouped}) {
+    const DeltaRuleCase problem = draw(spec, 24);
+    const DeltaRuleResults results = run_uncut(problem);
+    expect_close(problem, results, support::forward(problem, reference_context(), true));
+    DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+    outputs.chunk_states = outputs.chunk_states.to(DType::kBF16);
+    const DeltaRuleResults rounded = run_into(outputs, problem, uncut());
+    EXPECT_TRUE(support::same_bits(rounded.o, results.o));
+    EXPECT_TRUE(support::same_bits(rounded.chunk_states, results.chunk_states.to(DType::kBF16)));
+  }
+}
+
+// Every window has flags of its own pairs. A chunk of a head takes about 60 KB of scratch memory.
+TEST(Sm90Beside, WindowsDoNotShow) {
+  const int64_t heads = emulated() ? 1 : 32, width = emulated() ? 18 : 40;
+  const DeltaRuleCase problem = draw(beside_spec(Gate::kPerChannel, {128, 128}, heads, 1, 2 * width + 1), 25);
+  Context context = uncut();
+  context.scratch_bytes = static_cast<size_t>(heads * width) * 60 << 10;
+  expect_same_bits(run_uncut(problem, context), run_uncut(problem), "windows");
+}
+
+// One sequence of a captured call has other lengths at every replay, or offsets that nobody can refuse.
+TEST(Sm90Beside, GraphReplaysWithOtherLengths) {
+  for (const Gate gate : {Gate::kPerChannel, Gate::kPerHead}) {
+    const int64_t heads = emulated() ? 1 : 32;
+    DeltaRuleSpec spec = beside_spec(gate, {128, 128}, heads, 1, emulated() ? 25 : 100);
+    const DeltaRuleCase problem = draw(with_lengths(spec, {spec.T}), 26);
+    const DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
+    const CallOnDevice call(Call(delta_rule_forward, arguments(problem, outputs)));
+    const support::DeviceStream stream;
+    Context context = uncut();
+    context.stream = stream.get();
+    const support::DeviceGraph graph(stream, [&] { call.enqueue(context); });
+    const auto replay = [&](const std::vector<int64_t>& offsets) {
+      call["cu_seqlens"].set(offsets_of(offsets));
+      call.poison_outputs();
+      graph.launch(stream);
+      stream.wait();
+    };
+    for (const std::vector<int64_t>& offsets : {std::vector<int64_t>{0, spec.T}, {0, 70}, {0, spec.T - 20}}) {
+      replay(offsets);
+      DeltaRuleCase same = problem;
+      same.cu_seqlens = offsets_of(offsets);
+      EXPECT_TRUE(support::same_bits(call["o"].get(), run_into(outputs, same, uncut()).o)) << offsets[1];
+    }
+    for (const std::vector<int64_t>& offsets : {std::vector<int64_t>{50, 20}, {-7, 3 * spec.T}}) {
+      EXPECT_NO_THROW(replay(offsets));
+    }
   }
 }
 

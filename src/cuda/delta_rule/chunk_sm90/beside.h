@@ -1,11 +1,14 @@
 // A scan of fewer blocks than there are multiprocessors leaves the others idle, while its factors, which come first, would
-// have filled them all. So the factors are made in two parts by one launch: those of the first chunks by all
-// multiprocessors, the rest by those that the scan does not need, beside the scan. Both go over the chunks in the same
-// order, the first ones of all rows and heads first.
+// have filled them all. So the factors are made in two parts: those of the first chunks, of all rows and heads, by all
+// multiprocessors, the rest by those that the scan does not need, beside the scan. With one decay per head one launch makes
+// both, by blocks that go from pair to pair (factors.cu). With decays per channel (factors_per_channel.cu) such blocks make the
+// second part, and a launch before them the first: several blocks of one pair each on a multiprocessor, which is faster.
 //
-// The factors' blocks let the scan start when they all run (let_next_kernel_start), so no block of the scan can keep one of
-// theirs from running, and publish every pair of a chunk and a key head by a flag (publish); what brings operands to the scan
-// waits for the flag, not for the end of the kernel. No bit depends on how the work is divided.
+// The factors' blocks beside the scan let it start when they all run, and what was made before is there
+// (let_next_kernel_start): no block of the scan can keep one of theirs from running. They wait for nothing but earlier kernels,
+// and leave the scan a multiprocessor for each of its blocks, which run at once. They publish every pair of a chunk and a head
+// by a flag (publish); what brings operands to the scan waits for the flag, not for the end of the kernel. Copies that left by
+// TMA have been written before that, as far as the thread that publishes sees it. No bit depends on how the work is divided.
 //
 // With R pairs at a place in the row, a cost of f for a pair on a multiprocessor and of t for a chunk in the scan, in
 // cycles, m multiprocessors beside it make the factors of N places while it goes over them, if
@@ -20,21 +23,21 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
-// How the factors of `pairs` pairs are divided: [0, before) by all blocks, the others by the first `beside` blocks. A block
-// of the factors has a multiprocessor for itself.
+// How the factors of `pairs` pairs are divided: [0, before) by all multiprocessors, the others by `beside` blocks. Such a block
+// has a multiprocessor for itself.
 struct BesidePlan {
   int before = 0, beside = 0;
   int64_t cycles = 0;  // of everything, about
 };
 
 struct BesideProblem {
-  int64_t pairs = 0;      // of a chunk and a key head in the window
+  int64_t pairs = 0;      // in the window, of a chunk and a key head, or with decays per channel a value head
   int64_t at_place = 1;   // R
   int64_t pair_cycles;    // f, before the scan
   int64_t beside_cycles;  // f beside it, where the scan takes most of what memory gives
   int64_t chunk_cycles;   // t
   int64_t scan_blocks;    // each of which has a multiprocessor for itself
-  int at_once = 1;        // pairs that a block of the factors works on
+  int at_once = 1;        // pairs that a multiprocessor works on
 };
 
 inline BesidePlan plan_beside(const BesideProblem& problem, int multiprocessors) {

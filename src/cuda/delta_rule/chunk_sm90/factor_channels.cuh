@@ -1,5 +1,5 @@
-// Of the factors with a decay per channel (factors_per_channel.cu): the pair of a chunk and a value head that a block has, its
-// shared memory, and what of it belongs to a thread, four channels of eight rows.
+// Of the factors with a decay per channel (factors_per_channel.cu): the pair of a chunk and a value head that a team of threads
+// has, its shared memory, and what of it belongs to a thread, four channels of eight rows.
 #pragma once
 
 #include "cuda/delta_rule/chunk_sm90/factor_steps.cuh"
@@ -21,7 +21,7 @@ inline constexpr int kThreads = kChunkRows / kOwnRows* kK / kOwnChannels;
 template <int kK>
 inline constexpr int kWarps = kThreads<kK> / kWarpSize;
 template <int kK>
-inline constexpr int kBlocksOnOne = kK == 64 ? 4 : 3;  // multiprocessor
+inline constexpr int kTeamsOnOne = channel_factor_teams(kK);  // multiprocessor
 // A warp has so many of the eight tiles on the diagonals of k and q, or of A and sP.
 template <int kK>
 inline constexpr int kTurns = 2 * kTiles / kWarps<kK>;
@@ -29,34 +29,53 @@ inline constexpr int kTurns = 2 * kTiles / kWarps<kK>;
 template <int kK>
 using KeyMemory = unsigned char[KeyTile<kK>::kBytes];
 
-// The pair of a chunk and a value head that a block has. One thread finds it, and all others wait: for a fixed length
-// without divisions of 64 bits, and without most of the others where there is one sequence.
-struct Item {
-  ChunkSpan span;  // of no sequence: there is no such chunk
-  int head, tokens;
-  int64_t factors;
+// The threads that work on a pair: all of a block, or one of kTeams in it.
+template <int kK, int kTeams>
+struct TeamOf {
+  static constexpr bool kAlone = kTeams == 1;
+
+  static __device__ __forceinline__ int number() { return kAlone ? 0 : uniform_warp() / kWarps<kK>; }
+  static __device__ __forceinline__ int warp() { return kAlone ? uniform_warp() : uniform_warp() % kWarps<kK>; }
+  static __device__ __forceinline__ int thread() {
+    return static_cast<int>(kAlone ? threadIdx.x : threadIdx.x % kThreads<kK>);
+  }
+  static __device__ __forceinline__ void barrier() {
+    kAlone ? __syncthreads() : barrier_among(kThreads<kK>, 1 + number());
+  }
+  // One thread, which is not among those that make J if there are others.
+  static __device__ __forceinline__ bool leads() { return thread() == (kAlone ? 0 : kThreads<kK> - kWarpSize); }
+  // Of its first warpgroup.
+  static __device__ __forceinline__ void group_barrier() { warpgroup_barrier(kAlone ? 0 : kTeams + number()); }
 };
 
-//
-// Heads go first, then rows of the batch, then chunks of a row, or these from the last to the first: the scan finds in the
-// second-level cache what was made last, and begins with that.
-__device__ __forceinline__ Item item_of_block(const ChunkArgs& args, bool from_the_end) {
-  const uint32_t HV = static_cast<uint32_t>(args.problem.num_value_heads), turn = blockIdx.x / HV;
+// The pair of a chunk and a value head that a team has. One thread finds it, and all others wait: for a fixed length
+// without divisions of 64 bits, and without most of the others where there is one sequence.
+struct Item {
+  uint32_t number;  // in the window: heads go first, then rows of the batch, then chunks of a row
+  ChunkSpan span;   // of no sequence: there is no such chunk
+  int head, tokens;
+  int64_t factors;
+
+  __device__ __forceinline__ bool exists() const { return span.sequence >= 0; }
+};
+
+__device__ __forceinline__ Item item_of(const ChunkArgs& args, uint32_t number) {
+  const uint32_t HV = static_cast<uint32_t>(args.problem.num_value_heads), turn = number / HV;
   const bool fixed = args.chunked.sequences.offsets == nullptr;
   const uint32_t width = static_cast<uint32_t>(args.window.width());
   Item item;
-  item.head = static_cast<int>(blockIdx.x - turn * HV);
+  item.number = number;
+  item.head = static_cast<int>(number - turn * HV);
   if (fixed) {
     const uint32_t rows = static_cast<uint32_t>(args.chunked.sequences.count), at = rows == 1 ? turn : turn / rows;
-    const uint32_t row = turn - at * rows, in_window = from_the_end ? width - 1 - at : at;
-    const int64_t C = args.chunked.chunk_size, position = args.window.begin + in_window;
+    const uint32_t row = turn - at * rows;
+    const int64_t C = args.chunked.chunk_size, position = args.window.begin + at;
     const int64_t begin = position * C;
     item.span = {row, row, begin, min(args.chunked.sequences.tokens - begin, C), position};
-    const int64_t chunk = args.factors_of_window ? int64_t{row} * width + in_window : row * args.window.row + position;
+    const int64_t chunk = args.factors_of_window ? int64_t{row} * width + at : row * args.window.row + position;
     item.factors = chunk * HV + item.head;
   } else {
-    const uint32_t slot = from_the_end ? width - 1 - turn : turn;
-    const int64_t chunk = args.window.chunk_in(slot);
+    const int64_t chunk = args.window.chunk_in(turn);
     item.span = chunk_at(args.chunked, chunk);
     item.factors = args.factors_at(chunk) + item.head;
   }
@@ -105,13 +124,14 @@ struct alignas(1024) Shared {
   float rate;           // of raw gates
   bool apart;           // a tile is not mild
   bool strong[kTiles];  // a tile is strong
-  Item item;
-  TransactionBarrier gates_filled, keys_filled;
+  Item item, next;
+  uint32_t parity;  // of the barriers, in this turn
+  TransactionBarrier gates_filled, keys_filled, rows_read;
 };
 
 // A multiprocessor has 228 KB, of which each block takes one more.
-static_assert(kBlocksOnOne<64> * (sizeof(Shared<64>) + 1024) <= 228 * 1024);
-static_assert(kBlocksOnOne<128> * (sizeof(Shared<128>) + 1024) <= 228 * 1024);
+static_assert(kTeamsOnOne<64> * (sizeof(Shared<64>) + 1024) <= 228 * 1024);
+static_assert(kTeamsOnOne<128> * (sizeof(Shared<128>) + 1024) <= 228 * 1024);
 
 // Where J and sP of an item go.
 template <DType kType>
@@ -131,14 +151,15 @@ __device__ __forceinline__ int lane_anew() {
   return opaque_below<kWarpSize>(static_cast<int>(threadIdx.x) % kWarpSize);
 }
 
-// What a thread has: four channels of rows [top, top + 8), the upper or lower half of a tile. A warp has a panel of a tile.
+// What a thread has: four channels of rows [top, top + 8), the upper or lower half of a tile. A warp of a team has a panel of
+// a tile.
 template <int kK>
 struct Place {
   uint32_t tile, half, channel, top;
 
-  __device__ __forceinline__ Place() {
+  __device__ __forceinline__ explicit Place(int warp_of_team) {
     constexpr uint32_t kPanels = KeyTile<kK>::kPanels, kLanes = KeyTile<kK>::kPanelColumns / kOwnChannels;
-    const auto warp = static_cast<uint32_t>(uniform_warp()), lane = static_cast<uint32_t>(lane_anew());
+    const auto warp = static_cast<uint32_t>(warp_of_team), lane = static_cast<uint32_t>(lane_anew());
     tile = warp / kPanels;
     half = lane / kLanes;
     channel = warp % kPanels * KeyTile<kK>::kPanelColumns + lane % kLanes * kOwnChannels;

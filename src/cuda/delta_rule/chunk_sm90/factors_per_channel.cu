@@ -1,10 +1,11 @@
 // The factors of the chunk form with one decay per key channel, for K <= 128: what chunk_16bit/factors_per_channel.cu
 // makes, with fewer instructions. See ../chunk.cuh for the equations.
 //
-// One block of eight warps per (chunk, value head), three of them on a multiprocessor, or of four warps and four of them where
-// K <= 64: what binds are instructions, and the time until TMA has brought the gates, where it can, and the rows of k and q
-// behind them. A thread has four channels of half a tile of 16 rows. With c_i, the running sums of log2 of the decays in a
-// tile, and c of the whole tile,
+// A team of eight warps has a pair of a chunk and a value head, three of them on a multiprocessor, or of four warps and four of
+// them where K <= 64: what binds are instructions, and the time until TMA has brought the gates, where it can, and the rows of k
+// and q behind them. A team is a block, or, where the factors are made beside a scan (beside.h), a third or a quarter of one that
+// has a multiprocessor for itself. A thread has four channels of half a tile of 16 rows. With c_i, the running sums of log2 of
+// the decays in a tile, and c of the whole tile,
 //
 //     A  = beta rising_k falling^T,     sP = scale rising_q falling^T     (k and q with the factors of their norms)
 //
@@ -28,6 +29,7 @@
 // before one, unless these decay by more than 2^-8192.
 #include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "cuda/common/launch.h"
@@ -39,9 +41,9 @@ namespace {
 
 // By one thread. k and q beyond the tokens and channels are zeros.
 template <int kK>
-__device__ __forceinline__ void start_loads(const ChunkArgs& args, const FactorMaps& maps, Shared<kK>& s) {
+__device__ __forceinline__ void start_loads(const ChunkArgs& args, const FactorMaps& maps, const Item& item,
+                                            Shared<kK>& s) {
   using Rows = KeyTile<kK>;
-  const Item& item = s.item;
   const int end = static_cast<int>(item.span.begin) + item.tokens, missing = kChunkRows - item.tokens;
   const auto load = [&](const KeyMemory<kK>& memory, const TensorMap& map, uint32_t head, TransactionBarrier& barrier) {
 #pragma unroll
@@ -267,14 +269,14 @@ __device__ __forceinline__ void store_strong(Shared<kK>& s, const ChunkArgs& arg
 }
 
 // All strong tiles, before k and q are scaled: of eight warps four for A, four for sP. The sums have no registers meanwhile.
-template <DType kType, int kK>
+template <DType kType, class Team, int kK>
 __device__ __forceinline__ void make_strong(Shared<kK>& s, const ChunkArgs& args, int warp, int lane, Sums& own_sums) {
-  const Place<kK> own;
+  const Place<kK> own(warp);
   float4(&c)[kOwnRows] = own_sums.c;
   const auto log2_decay = [&](int i) -> float4& { return four_at(s.log2_decay + (own.top + i) * kK + own.channel); };
 #pragma unroll
   for (int i = 0; i < kOwnRows; ++i) log2_decay(i) = own_sums.unit * (i == 0 ? c[0] : c[i] - c[i - 1]);
-  __syncthreads();
+  Team::barrier();
   float sums[kTurns<kK>][kRows] = {};
 #pragma unroll
   for (int turn = 0; turn < kTurns<kK>; ++turn) {
@@ -284,7 +286,7 @@ __device__ __forceinline__ void make_strong(Shared<kK>& s, const ChunkArgs& args
   own_sums.unit = 1;
 #pragma unroll
   for (int i = 0; i < kOwnRows; ++i) c[i] = i == 0 ? log2_decay(0) : c[i - 1] + log2_decay(i);
-  __syncthreads();  // A lies where the decays were
+  Team::barrier();  // A lies where the decays were
 #pragma unroll
   for (int turn = 0; turn < kTurns<kK>; ++turn) {
     store_strong<kType>(s, args, warp + turn * kWarps<kK>, lane, sums[turn]);
@@ -409,94 +411,186 @@ __device__ __forceinline__ void make_lower_apart(Shared<kK>& s, int warp, const 
   }
 }
 
-// J from A, by the block's first warpgroup.
-template <DType kType, int kK>
-__device__ __forceinline__ void invert_A(Shared<kK>& s, const ChunkArgs& args, const InverseSteps& steps,
-                                         const GlobalResults<kType>& results) {
-  const auto barrier = [] { warpgroup_barrier(0); };
-  barrier();
+// J from A, by the team's first warpgroup.
+template <DType kType, class Team, int kK>
+__device__ __forceinline__ void invert_A(Shared<kK>& s, const ChunkArgs& args) {
+  const GlobalResults<kType> results = results_of<kType>(args, s.item.factors, lane_anew());
+  const InverseSteps steps{s.inverse, Team::warp(), results.lane};
+  Team::group_barrier();
   steps.invert_diagonal();
-  barrier();
+  Team::group_barrier();
   if (steps.warp % 2 == 1) {
     steps.merge_16(results);
   } else {
     steps.store_diagonal(results);
     store_token_factors(s, args.factors, steps.lane + steps.warp / 2 * kWarpSize);
   }
-  barrier();
+  Team::group_barrier();
   steps.multiply_Z();
-  barrier();
+  Team::group_barrier();
   steps.merge_32(results);
 }
 
-template <DType kType, int kK>
-__global__ void __launch_bounds__(kThreads<kK>, kBlocksOnOne<kK>)
-    channel_factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ FactorMaps maps) {
-  auto& s = aligned_shared<Shared<kK>>();
+// By one thread, before the pair that begins.
+template <int kK>
+__device__ __forceinline__ void clear_marks(Shared<kK>& s) {
+  s.apart = s.strong[0] = s.strong[1] = s.strong[2] = s.strong[3] = false;
+}
+template <int kK>
+__device__ __forceinline__ void begin_team(Shared<kK>& s) {
+  clear_marks(s);
+  s.gates_filled.init(2);  // the thread that starts the loads, and the warp that knows the gate numbers
+  s.keys_filled.init(1);
+  s.rows_read.init(kWarps<kK>);
+  fence_barrier_init();
+}
+
+// The factors of the item, whose rows are on their way, by a team, whose leader stores the copies. read(apart) follows each
+// thread's last access to k, q and falling, but for what the leader stores.
+template <DType kType, class Team, int kK, class Read>
+__device__ __forceinline__ void make_factors(const ChunkArgs& args, const FactorMaps& maps, Shared<kK>& s,
+                                             const Read& read) {
   const DeltaRuleDeviceProblem& p = args.problem;
-  const int thread = static_cast<int>(threadIdx.x);
-  wait_for_previous_kernels();
-  let_next_kernel_start();
-  if (thread == 0) {
-    s.apart = s.strong[0] = s.strong[1] = s.strong[2] = s.strong[3] = false;
-    s.gates_filled.init(2);  // this thread, and the warp that knows the gate numbers
-    s.keys_filled.init(1);
-    fence_barrier_init();
-    s.item = item_of_block(args, maps.from_the_end);
-    if (s.item.span.sequence >= 0) start_loads(args, maps, s);
-  }
-  __syncthreads();
   const Item& item = s.item;
-  if (item.span.sequence < 0) return;
-  const Place<kK> own;
-  if (uniform_warp() == kWarps<kK> - 1) {
+  const int thread = Team::thread();
+  const Place<kK> own(Team::warp());
+  if (Team::warp() == kWarps<kK> - 1) {
     store_gate_numbers(s, p, lane_anew());
     __syncwarp();
     if (elect_one()) s.gates_filled.arrive();
   }
   if (thread < kChunkRows) s.beta[thread] = chunk_beta(p, item.span, item.head, thread);
   Sums sums;
-  if (!maps.has_g) load_gates(p.g, item.span, item.head, p.head_dim_k, own, sums.c);
-  s.gates_filled.wait(0);
+  const auto wait_for_gates = [&] { s.gates_filled.wait(Team::kAlone ? 0 : s.parity); };
   if (maps.has_g) {
+    wait_for_gates();
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) sums.c[i] = unpack<kType>(four_at(s.falling, key_offset(own, i)));
+  } else {
+    load_gates(p.g, item.span, item.head, p.head_dim_k, own, sums.c);
+    wait_for_gates();
   }
   const bool rises = sum_gates(p, GateNumbers(s, p, own), tokens_from(own, item.tokens, p.head_dim_k), sums);
   const float4 total = sums.total() + other_half(sums.total());
   if (own.half == 0) four_at(s.total + own.tile * kK + own.channel) = total;
   if (rises || !(least(total) >= kMild<kType>)) s.apart = true;
   if (least(total) < kStrong<kType>) s.strong[own.tile] = true;
-  s.keys_filled.wait(0);
-  norms<kType>(s, p, uniform_warp(), lane_anew());
-  __syncthreads();
+  s.keys_filled.wait(Team::kAlone ? 0 : s.parity);
+  norms<kType>(s, p, Team::warp(), lane_anew());
+  Team::barrier();
   const bool apart = s.apart;
   if (!apart) {
-    scale_rows<kType>(s, args, item.factors, Place<kK>(), sums);
+    scale_rows<kType>(s, args, item.factors, Place<kK>(Team::warp()), sums);
     fence_async_proxy();
-    __syncthreads();
-    if (thread == 0) store_copies(s, maps, static_cast<int>(item.factors));
+    Team::barrier();
+    if (Team::leads()) store_copies(s, maps, static_cast<int>(item.factors));
   } else {
     if (s.strong[0] || s.strong[1] || s.strong[2] || s.strong[3]) {
-      make_strong<kType>(s, args, uniform_warp(), lane_anew(), sums);
+      make_strong<kType, Team>(s, args, Team::warp(), lane_anew(), sums);
     }
-    scale_rows_apart<kType>(s, args, item.factors, Place<kK>(), sums);
-    __syncthreads();
+    scale_rows_apart<kType>(s, args, item.factors, Place<kK>(Team::warp()), sums);
+    Team::barrier();
   }
-  const int warp = uniform_warp(), lane = lane_anew();
+  const int warp = Team::warp(), lane = lane_anew();
   const GlobalResults<kType> results = results_of<kType>(args, item.factors, lane);
   const InverseSteps steps{s.inverse, warp % kGroupWarps, lane};
   const bool of_A = warp < kGroupWarps;
   if (apart) {
     make_lower_apart<kType>(s, warp, steps, results);
-    __syncthreads();
+    Team::barrier();
   } else {
     if constexpr (kWarps<kK> == kGroupWarps) make_lower<kType>(s, false, steps, results);
     make_lower<kType>(s, of_A, steps, results);
   }
-  if (of_A) invert_A<kType>(s, args, steps, results);
-  if (thread == 0) wait_stores_read<0>();
+  read(apart);
+  if (Team::warp() < kGroupWarps) invert_A<kType, Team>(s, args);
 }
+
+// A block has one pair. From the end, the scan finds in the second-level cache what was made last, and begins with that.
+template <DType kType, int kK>
+__global__ void __launch_bounds__(kThreads<kK>, kTeamsOnOne<kK>)
+    channel_factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ FactorMaps maps) {
+  using Team = TeamOf<kK, 1>;
+  auto& s = aligned_shared<Shared<kK>>();
+  wait_for_previous_kernels();
+  let_next_kernel_start();
+  if (Team::leads()) {
+    begin_team(s);
+    s.item = item_of(args, maps.from_the_end ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    if (s.item.exists()) start_loads(args, maps, s.item, s);
+  }
+  Team::barrier();
+  if (!s.item.exists()) return;
+  make_factors<kType, Team>(args, maps, s, [](bool) {});
+  if (Team::leads()) wait_stores_read<0>();
+}
+
+// Pairs [begin, end) beside a scan, and the flags of all.
+struct PairsBeside {
+  uint32_t begin, end;
+  uint32_t* flags;
+};
+
+// By a team: 0 for the pairs that it is to make, which no other one touches; by all teams 1 for those before them, which the
+// kernel before this one has made.
+template <int kK>
+__device__ __forceinline__ void begin_flags(const PairsBeside& pairs, uint32_t first, uint32_t step) {
+  const auto thread = static_cast<uint32_t>(TeamOf<kK, kTeamsOnOne<kK>>::thread());
+  for (uint32_t n = first + thread * step; n < pairs.end; n += kThreads<kK> * step) pairs.flags[n] = 0;
+  for (uint32_t n = blockIdx.x * blockDim.x + threadIdx.x; n < pairs.begin; n += gridDim.x * blockDim.x) {
+    pairs.flags[n] = 1;
+  }
+  fence_all_blocks();
+}
+
+// Beside a scan: teams take one pair after the other. What the next one begins with is on its way while J is made of this one.
+// Where a team is stands in shared memory: registers are short.
+template <DType kType, int kK>
+__global__ void __launch_bounds__(kTeamsOnOne<kK>* kThreads<kK>, 1)
+    channel_factors_beside_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ FactorMaps maps,
+                                  PairsBeside pairs) {
+  using Team = TeamOf<kK, kTeamsOnOne<kK>>;
+  auto& s = (&aligned_shared<Shared<kK>>())[Team::number()];
+  const auto find_and_load = [&](uint32_t number, Item& item) {
+    item = number < pairs.end ? item_of(args, number) : Item();
+    if (item.exists()) start_loads(args, maps, item, s);
+  };
+  wait_for_previous_kernels();
+  const uint32_t first = pairs.begin + Team::number() * gridDim.x + blockIdx.x;
+  begin_flags<kK>(pairs, first, kTeamsOnOne<kK> * gridDim.x);
+  if (Team::leads()) {
+    begin_team(s);
+    s.parity = 0;
+    find_and_load(first, s.item);
+  }
+  __syncthreads();
+  let_next_kernel_start();
+#pragma unroll 1
+  while (s.item.exists()) {
+    make_factors<kType, Team>(args, maps, s, [&](bool apart) {
+      if (apart) fence_async_proxy();  // otherwise only products and stores have read them since the last one
+      __syncwarp();
+      if (lane_anew() == 0) s.rows_read.arrive();
+      if (Team::leads()) {
+        s.rows_read.wait(s.parity);
+        wait_stores_read<0>();
+        clear_marks(s);
+        find_and_load(s.item.number + kTeamsOnOne<kK> * gridDim.x, s.next);
+      }
+    });
+    if (Team::leads()) wait_stores<0>();
+    Team::barrier();
+    if (Team::leads()) {
+      publish(pairs.flags + s.item.number);
+      s.item = s.next;
+      s.parity ^= 1;
+    }
+    Team::barrier();
+  }
+}
+
+template <int kK>
+inline constexpr size_t kBytesBeside = kTeamsOnOne<kK> * sizeof(Shared<kK>);
 
 TensorMap rows_map(const TensorView& x) { return token_map(x, kChunkRows, kBoxColumns, Swizzle::k128); }
 
@@ -527,25 +621,62 @@ bool takes_channel_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& size
          most_chunks * sizes.num_value_heads <= kMost && lacks_shared_memory(sizeof(Shared<kMostK>), device).empty();
 }
 
-void launch_channel_factors(const DeltaRuleInputs& in, const ChunkArgs& args, bool from_the_end,
-                            const Context& context) {
+bool makes_channel_factors_beside(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes) {
+  constexpr size_t kMostBytes = std::max(kBytesBeside<64>, kBytesBeside<128>);
+  return takes_channel_factors(in, sizes) && lacks_shared_memory(kMostBytes, in.q.device.index).empty();
+}
+
+namespace {
+
+FactorMaps factor_maps(const DeltaRuleInputs& in, const ChunkArgs& args) {
   FactorMaps maps;
-  maps.from_the_end = from_the_end;
   maps.k = rows_map(in.k);
   maps.q = rows_map(in.q);
   maps.has_g = in.g.dtype == in.k.dtype && has_token_map(in.g);
   if (maps.has_g) maps.g = rows_map(in.g);
   maps.copies = copies_map(args.factors.keys, in.k.dtype, padded_k(args.problem.head_dim_k), count_items(args));
-  const int64_t items = chunk_16bit::chunks_in_window(args) * args.problem.num_value_heads;
-  const auto of = [&]<DType kType, int kK>() {
-    const LaunchShape shape{static_cast<unsigned>(items), kThreads<kK>, sizeof(Shared<kK>), true};
-    launch<channel_factors_kernel<kType, kK>>("delta_rule chunk_sm90 factors per channel", context, shape, args, maps);
-  };
+  return maps;
+}
+
+// The type of the keys, and the padded K.
+template <class Body>
+void with_kernel(const ChunkArgs& args, const Body& body) {
   const auto of_type = [&]<DType kType>() {
-    padded_k(args.problem.head_dim_k) == 64 ? of.template operator()<kType, 64>()
-                                            : of.template operator()<kType, 128>();
+    padded_k(args.problem.head_dim_k) == 64 ? body.template operator()<kType, 64>()
+                                            : body.template operator()<kType, 128>();
   };
-  in.k.dtype == DType::kBF16 ? of_type.template operator()<DType::kBF16>() : of_type.template operator()<DType::kF16>();
+  args.problem.k.dtype == DType::kBF16 ? of_type.template operator()<DType::kBF16>()
+                                       : of_type.template operator()<DType::kF16>();
+}
+
+void launch_pairs(const ChunkArgs& args, const FactorMaps& maps, int64_t pairs, const Context& context) {
+  with_kernel(args, [&]<DType kType, int kK>() {
+    const LaunchShape shape{static_cast<unsigned>(pairs), kThreads<kK>, sizeof(Shared<kK>), true};
+    launch<channel_factors_kernel<kType, kK>>("delta_rule chunk_sm90 factors per channel", context, shape, args, maps);
+  });
+}
+
+}  // namespace
+
+void launch_channel_factors(const DeltaRuleInputs& in, const ChunkArgs& args, bool from_the_end,
+                            const Context& context) {
+  FactorMaps maps = factor_maps(in, args);
+  maps.from_the_end = from_the_end;
+  launch_pairs(args, maps, chunk_16bit::chunks_in_window(args) * args.problem.num_value_heads, context);
+}
+
+void launch_channel_factors_beside(const DeltaRuleInputs& in, const ChunkArgs& args, const BesidePlan& plan,
+                                   uint32_t* flags, const Context& context) {
+  FactorMaps maps = factor_maps(in, args);
+  maps.from_the_end = true;
+  launch_pairs(args, maps, plan.before, context);
+  const int64_t pairs = chunk_16bit::chunks_in_window(args) * args.problem.num_value_heads;
+  const PairsBeside beside{static_cast<uint32_t>(plan.before), static_cast<uint32_t>(pairs), flags};
+  with_kernel(args, [&]<DType kType, int kK>() {
+    const LaunchShape shape{static_cast<unsigned>(plan.beside), kTeamsOnOne<kK> * kThreads<kK>, kBytesBeside<kK>, true};
+    launch<channel_factors_beside_kernel<kType, kK>>("delta_rule chunk_sm90 factors per channel beside the scan",
+                                                     context, shape, args, maps, beside);
+  });
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

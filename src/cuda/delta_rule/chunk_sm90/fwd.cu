@@ -45,9 +45,10 @@ ForwardArgs cut_args(const DeltaRuleForwardProblem& problem, const Context& cont
 
 // A scan and its factors may run beside each other where all rows go at the same pace: not with several sequences in one,
 // whose chunks come one sequence after the other, and not in segments.
-bool may_be_beside(const ForwardArgs& args) {
+bool may_be_beside(const DeltaRuleForwardProblem& problem, const ForwardArgs& args) {
   const Sequences& sequences = args.problem.sequences;
-  return args.segments.chunks == 0 && (sequences.offsets == nullptr || sequences.count == 1);
+  return args.segments.chunks == 0 && (sequences.offsets == nullptr || sequences.count == 1) &&
+         (!chunk_16bit::has_decay_per_channel(problem) || makes_channel_factors_beside(problem.args.in, problem.sizes));
 }
 
 // .. with blocks of so many columns, for `chunks` of all rows. The cycles were measured on an H200 (K = V = 128, bf16): of
@@ -75,25 +76,59 @@ BesideProblem beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& arg
           .at_once = factor_groups(K, with_sP)};
 }
 
+// .. with decays per channel, where a pair is one of a chunk and a value head. Derived from times on an H200 (K = V = 128, bf16):
+//
+//     a pair before the scan    0.40 ms for 12288, whose 107 KB each are nearly all that memory gives meanwhile
+//     beside it                 longer by 238 / 207, as a window took with blocks that go from pair to pair
+//     what memory gives         0.37 ms of scan with B = 1, T = 8192, H = 96, with states before the chunks 0.45
+//     a chunk, 64 columns       0.63 ms with B = 2, T = 16384, H = 16 less the factors
+//     128 columns, states       taken to be in the proportions of the scan with one decay per head
+//
+// Beside a scan factors get what it leaves of memory's pace.
+BesideProblem channel_beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& args, int columns, int64_t chunks,
+                                     int multiprocessors) {
+  constexpr int64_t kPair = 7700, kPairBeside = 8900, kPairOfMemory = 58;
+  const int K = padded_k(sizes.head_dim_k);
+  const bool saves = args.chunk_states.present();
+  const int64_t blocks = sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns);
+  const int64_t idle = std::max<int64_t>(multiprocessors - blocks, 0);
+  const int64_t alone = columns == 64 ? (saves ? 3900 : 2550) : (saves ? 5700 : 4000);
+  const int64_t each = columns == 64 ? (saves ? 33 : 27) : (saves ? 66 : 54);
+  const int64_t of_memory = each * std::min<int64_t>(blocks, multiprocessors);
+  const int64_t chunk_cycles = std::max(alone, of_memory), left = std::max<int64_t>(chunk_cycles - of_memory, 1);
+  return {.pairs = chunks * sizes.num_value_heads,
+          .at_place = count_rows(args.problem.sequences) * sizes.num_value_heads,
+          .pair_cycles = kPair * K / 128,
+          .beside_cycles = std::max(kPairBeside, idle * chunk_cycles * kPairOfMemory / left) * K / 128,
+          .chunk_cycles = chunk_cycles * K / 128,
+          .scan_blocks = blocks,
+          .at_once = channel_factor_teams(K)};
+}
+
 // Where a head has several blocks, each would make it; two blocks of K <= 64 on a multiprocessor have no registers for it.
 bool leaves_sP_to_scan(const DeltaRuleSizes& sizes, int columns) {
   return columns == 128 && sizes.head_dim_v <= columns;
+}
+
+// For so many chunks of all rows, with blocks of so many columns.
+BesidePlan plan_of(const DeltaRuleForwardProblem& problem, const ForwardArgs& args, int columns, int64_t chunks) {
+  const DeltaRuleSizes& sizes = problem.sizes;
+  const int multiprocessors = multiprocessors_of(problem);
+  return plan_beside(
+      chunk_16bit::has_decay_per_channel(problem)
+          ? channel_beside_problem(sizes, args, columns, chunks, multiprocessors)
+          : beside_problem(sizes, args, columns, !leaves_sP_to_scan(sizes, columns), chunks, multiprocessors),
+      multiprocessors);
 }
 
 // Wide blocks, or narrow ones, whatever gives the shorter time with factors beside them. For all windows.
 int columns_of(const DeltaRuleForwardProblem& problem, const Context& context) {
   const DeltaRuleSizes& sizes = problem.sizes;
   const ForwardArgs args = cut_args(problem, context);
-  if (!may_be_beside(args) || chunk_16bit::has_decay_per_channel(problem) || padded_k(sizes.head_dim_k) != 128 ||
-      sizes.head_dim_v <= 64) {
+  if (!may_be_beside(problem, args) || padded_k(sizes.head_dim_k) != 128 || sizes.head_dim_v <= 64) {
     return scan_columns(sizes, args, context.device.index);
   }
-  const auto cycles = [&](int columns) {
-    const bool with_sP = !leaves_sP_to_scan(sizes, columns);
-    const int multiprocessors = multiprocessors_of(problem);
-    return plan_beside(beside_problem(sizes, args, columns, with_sP, args.num_chunks, multiprocessors), multiprocessors)
-        .cycles;
-  };
+  const auto cycles = [&](int columns) { return plan_of(problem, args, columns, args.num_chunks).cycles; };
   return cycles(64) <= cycles(128) ? 64 : 128;
 }
 
@@ -211,9 +246,19 @@ std::string config_text(const DeltaRuleForwardProblem& problem, const Context& c
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
   const int columns = columns_of(problem, context), segments = segment_chunks_of(problem, context);
+  const auto window_plan = [&](const ForwardArgs& args) {
+    return may_be_beside(problem, args) ? plan_of(problem, args, columns, chunk_16bit::chunks_in_window(args))
+                                        : BesidePlan{};
+  };
   if (chunk_16bit::has_decay_per_channel(problem)) {
-    chunk_16bit::forward_in_windows(problem, context, false, segments, [&](const ForwardArgs& args) {
-      chunk_16bit::compute_factors(problem, args, context);
+    chunk_16bit::forward_in_windows(problem, context, false, segments, [&](ForwardArgs args) {
+      const BesidePlan plan = window_plan(args);
+      if (plan.beside > 0) {
+        launch_channel_factors_beside(problem.args.in, args, plan, args.flags, context);
+        args.published = args.flags;
+      } else {
+        chunk_16bit::compute_factors(problem, args, context);
+      }
       const ChannelScanMaps maps =
           args.num_chunks > 0 ? channel_scan_maps(problem.args.in, problem.args.o, args) : ChannelScanMaps{};
       args.problem.k.dtype == DType::kBF16 ? launch_channel_scan<DType::kBF16>(args, maps, columns, context)
@@ -226,18 +271,12 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
     ScanMaps maps{};
     if (args.num_chunks > 0) {
       maps = scan_maps(problem.args.in, problem.args.o, args);
-      const int multiprocessors = multiprocessors_of(problem);
-      FactorOrder order = factor_order(args, !row_numbers, multiprocessors);
-      if (may_be_beside(args)) {
-        const int64_t chunks = chunk_16bit::chunks_in_window(args);
-        const BesidePlan plan = plan_beside(
-            beside_problem(problem.sizes, args, columns, !row_numbers, chunks, multiprocessors), multiprocessors);
-        if (plan.beside > 0) {
-          order.before = plan.before;
-          order.beside = plan.beside;
-          order.flags = args.flags;
-          args.published = args.flags;
-        }
+      FactorOrder order = factor_order(args, !row_numbers, multiprocessors_of(problem));
+      if (const BesidePlan plan = window_plan(args); plan.beside > 0) {
+        order.before = plan.before;
+        order.beside = plan.beside;
+        order.flags = args.flags;
+        args.published = args.flags;
       }
       launch_factors(args, maps, order, context);
     }

@@ -482,7 +482,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
   if (threadIdx.x == 0) {
     s.work = work_at<Shape::kWidth, Shape::kMakesMaps>(args, blockIdx.x, Shape::kColumns);
     s.first_item = args.factors_at(s.work.walk.first_chunk) + s.work.part.head;
-    if (args.published != nullptr) s.flags = flags_of(args, s.work.part, s.work.walk);
+    if (args.published != nullptr) {
+      const ScanPart& part = s.work.part;
+      const int64_t heads = args.problem.num_value_heads / args.problem.group;
+      s.flags[0] = s.flags[1] = flags_of(args, part, s.work.walk, heads, part.key_head);
+    }
   }
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;

@@ -91,7 +91,7 @@ struct Block {
     TransactionBarrier made[kLateDepth];
     ScanWork work;
     int64_t first_item;  // of the factors
-    WalkFlags flags;
+    WalkFlags flags[2];  // of the threads that bring what the factors' kernel made
     float4 halves[kHalves ? 2 : 1][kHalves ? kTokenTiles : 1]
                  [kHalves ? kGroupThreads : 1];  // of X, then O, of a thread
   };
@@ -118,7 +118,7 @@ __device__ __forceinline__ int64_t item_at(const ForwardArgs& args, const Shared
 template <class Shape>
 __device__ __forceinline__ void bring_share(const ForwardArgs& args, const ScanMaps& maps, typename Shape::Shared& s,
                                             int share, int c, const typename Shape::Turn& turn) {
-  if (share != 0 && args.published != nullptr) wait_published(s.flags, share - 1);
+  if (share != 0 && args.published != nullptr) s.flags[share - 1].wait();
   const auto& [part, walk, is_tail] = s.work;
   const int64_t item = item_at(args, s, c);
   const RowsPlace keys = rows_of(args, walk, c, part.key_head);

@@ -23,11 +23,11 @@
 // busy with: the fence before that waits until the writes have ended. The states before chunks go the same way where a
 // tensor map can describe them and K is above 64: written by the threads that have them, every store would touch eight lines.
 //
+// Beside the factors' kernel (beside.h) each thread that fills a ring waits for the flag of the chunk first.
+//
 // Rows beyond the tokens of a chunk are zeros in the copies of the keys and in v. A scan of maps (segment_plan.h) has neither
 // O nor its operands.
 #pragma once
-
-#include <algorithm>
 
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_sm90/scan_per_channel.h"
@@ -52,7 +52,7 @@ struct ChannelBlock {
   static constexpr int kBlocksOnOne = kK == 64 ? 2 : 1;  // multiprocessor
   // A warpgroup that has a multiprocessor for itself and the one that serves it needs no more registers.
   static constexpr bool kTakesRegisters = kK == 64 || kGroups == 2;
-  static constexpr int kStateRegisters = kK == 64 ? 216 : 224, kOtherRegisters = kK == 64 ? 40 : 56;
+  static constexpr int kStateRegisters = kK == 64 ? 216 : 232, kOtherRegisters = 40;
   static_assert(kGroups * kStateRegisters + kOtherRegisters <= (kGroups == 2 ? 3 * 168 : 512 / kBlocksOnOne));
   static constexpr int kReadDepth = kK == 64 || kSends ? 2 : 3, kDepth = kK == 64 || kGroups == 2 ? 2 : 3;
 
@@ -86,7 +86,9 @@ struct ChannelBlock {
     RingBarriers<kReadDepth> of_read;
     RingBarriers<kDepth> of_solve, of_write;
     Handed handed[kGroups];
-    ScanWork work[kGroups];  // of a warpgroup: here it takes no registers
+    ScanWork work;
+    int first_item;      // of the factors
+    WalkFlags flags[3];  // of the threads that fill the rings
   };
   static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 
@@ -102,8 +104,8 @@ struct ChannelBlock {
   };
 };
 
-// The warps that bring the operands, by one lane each: a ring for every one. See bring_share of scan.cuh for why not one
-// thread for all.
+// The warps that bring the operands, by one lane each: a ring for every one. See bring_share of scan_operands.cuh for why not
+// one thread for all.
 // ------------------------------------------------------------------------------------
 
 template <class Shape>
@@ -149,21 +151,20 @@ struct ChannelScanBringer {
     if constexpr (!Shape::kMakesMaps) load_lower(s.write[at].sP, maps.lower, kLowerP, item, filled);
   }
 
-  __device__ __forceinline__ void run(const PartRange& parts, int ring) const {
+  __device__ __forceinline__ void run(int ring) const {
+    const auto& [part, walk, is_tail] = s.work;
     typename Shape::Turns turn;
-    const auto bring = [&](const ScanPart& part, const Walk& walk) {
-      for (int c = 0; c < walk.chunks; ++c, turn.next()) {
-        const int item = static_cast<int>(args.factors_at(walk.first_chunk + c) + part.head);
-        if (ring == 0) {
-          bring_read(item, part.column, rows_of(args, walk, c, part.head), turn.read);
-        } else if (ring == 1) {
-          bring_solve(item, turn.other);
-        } else {
-          bring_write(item, turn.other);
-        }
+    for (int c = 0; c < walk.chunks; ++c, turn.next()) {
+      if (!Shape::kMakesMaps && args.published != nullptr) s.flags[ring].wait();
+      const int item = s.first_item + c * args.problem.num_value_heads;
+      if (ring == 0) {
+        bring_read(item, part.column, rows_of(args, walk, c, part.head), turn.read);
+      } else if (ring == 1) {
+        bring_solve(item, turn.other);
+      } else {
+        bring_write(item, turn.other);
       }
-    };
-    for_each_part<Shape::kWidth, Shape::kMakesMaps>(args, parts, Shape::kColumns, bring);
+    }
   }
 };
 
@@ -194,28 +195,26 @@ struct ChannelScanStorer {
               ValueTile(s.o[group]).panel(0));
   }
 
-  __device__ __forceinline__ void run(const PartRange& parts) const {
+  __device__ __forceinline__ void run() const {
+    const auto& [part, walk, is_tail] = s.work;
+    if (walk.chunks == 0) return;
     uint32_t parity = 0;
-    const auto store_part = [&](const ScanPart& part, const Walk& walk) {
-      if (walk.chunks == 0) return;
-      for (int c = Shape::kSendsStates ? 0 : 1; c <= walk.chunks; ++c, parity ^= 1) {
+    for (int c = Shape::kSendsStates ? 0 : 1; c <= walk.chunks; ++c, parity ^= 1) {
 #pragma unroll
-        for (int i = 0; i < Shape::kStateGroups; ++i) {
-          typename Shape::Handed& handed = s.handed[i];
-          handed.there.wait(parity);
-          if (part.column + i * kGroupColumns < args.problem.head_dim_v) {
-            if (c > 0) store_output(i, part, walk, c - 1);
-            if constexpr (Shape::kSendsStates) {
-              if (c < walk.chunks) store_state(i, part, walk, c);
-            }
-            commit_stores();
-            wait_stores_read<0>();
+      for (int i = 0; i < Shape::kStateGroups; ++i) {
+        typename Shape::Handed& handed = s.handed[i];
+        handed.there.wait(parity);
+        if (part.column + i * kGroupColumns < args.problem.head_dim_v) {
+          if (c > 0) store_output(i, part, walk, c - 1);
+          if constexpr (Shape::kSendsStates) {
+            if (c < walk.chunks) store_state(i, part, walk, c);
           }
-          handed.taken.arrive();
+          commit_stores();
+          wait_stores_read<0>();
         }
+        handed.taken.arrive();
       }
-    };
-    for_each_part<Shape::kWidth, Shape::kMakesMaps>(args, parts, Shape::kColumns, store_part);
+    }
   }
 };
 
@@ -293,9 +292,10 @@ struct ChannelStateGroup {
     for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile(column_pair(s.total[turn.read.at], n, own.lane), S[n], S[n]);
   }
 
-  // One part. S and O of a chunk are handed to the next one rounded, as in scan.cuh, and S scaled: ptxas would have sums that
-  // the loop brings wait for a product on its way. What the next chunk begins with is waited for beside the last products.
-  __device__ __forceinline__ void run(typename Shape::Turns& turn) const {
+  // S and O of a chunk are handed to the next one rounded, as in scan.cuh, and S scaled: ptxas would have sums that the loop
+  // brings wait for a product on its way. What the next chunk begins with is waited for beside the last products.
+  __device__ __forceinline__ void run() const {
+    typename Shape::Turns turn;
     const Walk& walk = own.walk;
     const int warp = own.warp, lane = own.lane;
     StateSums<kK> S = {};
@@ -402,11 +402,10 @@ struct ChannelStateGroup {
   }
 };
 
-// A block per part; a smaller grid goes round.
+// A block per part.
 template <DType kType, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
-    channel_scan_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ ChannelScanMaps maps,
-                        PartRange parts) {
+    channel_scan_kernel(const __grid_constant__ ForwardArgs args, const __grid_constant__ ChannelScanMaps maps) {
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
     s.of_read.init(Shape::kStateWarps);
@@ -418,40 +417,46 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     }
     fence_barrier_init();
   }
-  wait_for_previous_kernels();
+  // Otherwise the kernel before this one has waited for those before it, and its flags say what is there.
+  if (args.published == nullptr) wait_for_previous_kernels();
   let_next_kernel_start();
+  if (threadIdx.x == 0) {
+    s.work = work_at<Shape::kWidth, Shape::kMakesMaps>(args, blockIdx.x, Shape::kColumns);
+    const auto& [part, walk, is_tail] = s.work;
+    s.first_item = static_cast<int>(args.factors_at(walk.first_chunk)) + part.head;
+    if (!Shape::kMakesMaps && args.published != nullptr) {
+      s.flags[0] = s.flags[1] = s.flags[2] = flags_of(args, part, walk, args.problem.num_value_heads, part.head);
+    }
+  }
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {
     if constexpr (Shape::kTakesRegisters) give_registers<Shape::kOtherRegisters>();
     const int servant = warp - Shape::kStateWarps;
-    if (!elect_one()) return;
-    if (servant < ChannelScanBringer<Shape>::kRings) {
-      ChannelScanBringer<Shape>{args, maps, s}.run(parts, servant);
-    } else if constexpr (!Shape::kMakesMaps) {
-      ChannelScanStorer<Shape>{args, maps, s}.run(parts);
+    if (s.work.walk.exists && elect_one()) {
+      if (servant < ChannelScanBringer<Shape>::kRings) {
+        ChannelScanBringer<Shape>{args, maps, s}.run(servant);
+      } else if constexpr (!Shape::kMakesMaps) {
+        ChannelScanStorer<Shape>{args, maps, s}.run();
+      }
     }
   } else {
     if constexpr (Shape::kTakesRegisters) take_registers<Shape::kStateRegisters>();
-    typename Shape::Turns turn;
-    const int group = warp / kGroupWarps;
-    const auto find = [&](int64_t at) { return work_at<Shape::kWidth, Shape::kMakesMaps>(args, at, Shape::kColumns); };
-    for_each_found_part(parts, group, s.work[group], find, [&] {
-      const auto& [part, walk, is_tail] = s.work[group];
-      const StateColumns<Shape::kWidth, Shape::kStateGroups> own{
-          args, part, walk, is_tail, group, warp % kGroupWarps, opaque_below<kWarpSize>(lane)};
-      ChannelStateGroup<kType, Shape>{own, s}.run(turn);
-    });
+    const auto& [part, walk, is_tail] = s.work;
+    const StateColumns<Shape::kWidth, Shape::kStateGroups> own{
+        args, part, walk, is_tail, warp / kGroupWarps, warp % kGroupWarps, opaque_below<kWarpSize>(lane)};
+    if (walk.exists) ChannelStateGroup<kType, Shape>{own, s}.run();
   }
+  if (args.published == nullptr) return;
+  __syncthreads();  // a warp that waits for the kernel before keeps its other lanes from working
+  wait_for_previous_kernels();
 }
 
 template <DType kType, class Shape>
 void launch_channel_scan_of(const ForwardArgs& args, const ChannelScanMaps& maps, const Context& context) {
-  const int64_t parts = count_forward_parts<Shape::kMakesMaps>(args, Shape::kColumns);
-  launch<channel_scan_kernel<kType, Shape>>(
-      "delta_rule chunk_sm90 scan per channel", context,
-      {static_cast<unsigned>(std::min<int64_t>(parts, 1 << 30)), Shape::kThreads, sizeof(typename Shape::Shared), true},
-      args, maps, PartRange{0, parts});
+  const auto parts = static_cast<unsigned>(count_forward_parts<Shape::kMakesMaps>(args, Shape::kColumns));
+  launch<channel_scan_kernel<kType, Shape>>("delta_rule chunk_sm90 scan per channel", context,
+                                            {parts, Shape::kThreads, sizeof(typename Shape::Shared), true}, args, maps);
 }
 
 }  // namespace

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "cuda/delta_rule/chunk_sm90/scan_per_channel.cuh"
 
 namespace fastweight::cuda::chunk_sm90 {

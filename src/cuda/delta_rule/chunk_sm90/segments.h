@@ -53,8 +53,8 @@ struct ScanArgs : chunk_16bit::ChunkArgs {
 };
 
 struct ForwardArgs : ScanArgs {
-  // A number for every pair of a chunk of the window and a value head, or more; and the flags of the pairs, in the order of
-  // factors.cu, where the scan takes them as they come (beside.h).
+  // A number for every pair of a chunk of the window and a value head, or more; and the flags of the pairs, where the scan takes
+  // them as they come (beside.h).
   uint32_t* flags = nullptr;
   const uint32_t* published = nullptr;
 };

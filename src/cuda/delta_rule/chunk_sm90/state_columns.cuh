@@ -10,16 +10,6 @@
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
-// body(part, walk) for the parts of this block of which anything is to be done in the window.
-template <int kK, bool kMaps, class Body>
-__device__ __forceinline__ void for_each_part(const ScanArgs& args, const PartRange& parts, int columns,
-                                              const Body& body) {
-  for (int64_t at = parts.begin + blockIdx.x; at < parts.end; at += gridDim.x) {
-    const ScanWork work = work_at<kK, kMaps>(args, at, columns);
-    if (work.walk.exists) body(work.part, work.walk);
-  }
-}
-
 // Buffers that operands go through in turn, kDepth of them. `filled`: they are there. `free`: all warps of the state need
 // them no more.
 template <int kDepth>
@@ -54,28 +44,27 @@ __device__ __forceinline__ RowsPlace rows_of(const ChunkArgs& args, const Walk& 
           static_cast<int>(walk.span.batch)};
 }
 
-// The flags of a walk's chunks, where their factors are still being made (beside.h), in the order of the pairs in factors.cu:
-// that of the next chunk, for each of two threads.
+// The flags of a walk's chunks, where their factors are still being made (beside.h): heads go first, then rows of the batch, then
+// chunks of a row. That of the next chunk, for a thread that brings factors.
 struct WalkFlags {
-  const uint32_t* next[2];
+  const uint32_t* next;
   int64_t step;
+
+  // Until the factors of the next chunk are there.
+  __device__ __forceinline__ void wait() {
+    while (!is_published(next)) continue;
+    next += step;
+    fence_async_proxy_global();
+  }
 };
-__device__ __forceinline__ WalkFlags flags_of(const ForwardArgs& args, const ScanPart& part, const Walk& walk) {
+// Of the pairs with head `head` of `heads`.
+__device__ __forceinline__ WalkFlags flags_of(const ForwardArgs& args, const ScanPart& part, const Walk& walk,
+                                              int64_t heads, int head) {
   const Sequences& sequences = args.problem.sequences;
   const bool one_row = sequences.offsets != nullptr;
   const int64_t row = one_row ? 0 : part.sequence, rows = one_row ? 1 : sequences.count;
   const int64_t place = walk.first_chunk - row * args.window.row - args.window.begin;
-  const int64_t keys = args.problem.num_value_heads / args.problem.group;
-  const uint32_t* first = args.published + (place * rows + row) * keys + part.key_head;
-  return {{first, first}, rows * keys};
-}
-
-// By a thread that brings factors: until those of its next chunk are there.
-__device__ __forceinline__ void wait_published(WalkFlags& flags, int thread) {
-  const uint32_t* flag = flags.next[thread];
-  while (!is_published(flag)) continue;
-  flags.next[thread] = flag + flags.step;
-  fence_async_proxy_global();
+  return {args.published + (place * rows + row) * heads + head, rows * heads};
 }
 
 // The columns that v has: none where it is absent and all values are 0.
@@ -156,7 +145,8 @@ __device__ __forceinline__ void group_barrier(int group) {
   group == 0 ? named_barrier<1>(kGroupThreads) : named_barrier<2>(kGroupThreads);
 }
 
-// As for_each_part, for a warpgroup: body() with what find(at) found in shared memory, where it takes no registers.
+// By a warpgroup, for the parts of this block of which anything is to be done in the window: body() with what find(at) found in
+// shared memory, where it takes no registers.
 template <class Work, class Find, class Body>
 __device__ __forceinline__ void for_each_found_part(const PartRange& parts, int group, Work& work, const Find& find,
                                                     const Body& body) {
