@@ -3,9 +3,9 @@
 // that rise and fall in them, and why dg may be taken from them: this kernel computes the same where all tiles are mild.
 //
 // A block takes one pair of a chunk and a key head after the other, of each the value heads of the group, and of a head up
-// to 128 value columns at a time, which go through the steps as if they were a head: all that these give are sums over
-// value columns. Other warps bring operands by TMA while four warpgroups work on a range. Each has one side, 64 channels or
-// value columns, of one half of the tokens:
+// to 128 value columns at a time, 64 with K <= 64, which go through the steps as if they were a head: all that these give are
+// sums over value columns. Other warps bring operands by TMA while four warpgroups work on a range. Each has one side, 64
+// channels or value columns, of one half of the tokens:
 //
 //     1   of its value columns and tokens:       R^T = bD^T J^T,   bD^T = beta (v^T - S^T reader^T), what its rounding took
 //         added to the product
@@ -29,6 +29,9 @@
 // through the whole chunk; per token the argument for a tile holds for a chunk of mild tiles as well: its error is some
 // 2^-20 of the terms that pass the chunk, and those that exp(g_m) multiplies are not smaller than 2^-7.5 of such terms,
 // unless the keys make them so.
+//
+// With K <= 64 there is one side, whose two warpgroups make both P and A, and two blocks are on a multiprocessor: one works
+// while the other waits, also for the operands, which its warps bring themselves, the next ones as places become free.
 //
 // A pair of a chunk and a key head with a strong tile, of any value head, is left to chunk_16bit's kernel.
 #pragma once
@@ -55,11 +58,15 @@ __device__ __forceinline__ void side_barrier(int side) {
 }
 
 // kNorm: q and k have an l2 norm. kRanges: a head has several items, each with a range of its value columns.
-template <DType kType, bool kNorm, bool kRanges>
+template <DType kType, class Block, bool kNorm, bool kRanges>
 struct ChannelGradientGroup {
+  static constexpr int kWidth = Block::kWidth, kSides = Block::kSides, kWorkers = Block::kWorkers;
+  using Keys = typename Block::Keys;
+  using StatesTile = typename Block::StatesTile;
+  using WrittenTile = typename Block::WrittenTile;
   const GradientArgs& args;
   const ChannelGradientMaps& maps;
-  ChannelGradientShared& s;
+  typename Block::Shared& s;
   uint32_t state;  // the thread of all that work, and how many items came before
   int thread = 0, lane = 0;
   int side = 0, half = 0, warp = 0;  // the warp within the warpgroup
@@ -99,6 +106,18 @@ struct ChannelGradientGroup {
     return {channel, token, tokens - token, K - channel, tokens == kChunkRows && K == kWidth};
   }
 
+  // In a block that serves itself, a warp that has nothing else to do while the first products run.
+  __device__ __forceinline__ bool serves() const { return half == 1 && warp == 2; }
+  __device__ __forceinline__ OwnBringer<Block, kRanges> bringer(uint32_t of_turn) const {
+    return {args, maps, s, lane, of_turn};
+  }
+  __device__ __forceinline__ void release_pairs() const {
+    release(s.pairs_free, lane);
+    if constexpr (Block::kServesItself) {
+      if (serves()) bringer(turn + 1).bring_pairs();
+    }
+  }
+
   // Y . v over a side's value columns: the diagonal of a product, for the warp's 16 tokens of all.
   __device__ __forceinline__ void dot_values() const {
     const PanelOfTokens v(s.v + side * PanelOfTokens::kBytes);
@@ -134,6 +153,9 @@ struct ChannelGradientGroup {
     wgmma_commit();
     if (stores_side()) wait_stores_read<0>();  // dg of the item before, in whose place rows go after the next barriers
     if (half == 0) dot_values();
+    if constexpr (Block::kServesItself) {
+      if (serves()) bringer(turn + 1).name();
+    }
     uint32_t v[kHalfTiles][4];
 #pragma unroll
     for (int m = 0; m < kHalfTiles; ++m) bD.load_c_transposed(tile_row(m), block_of_channels(), lane, v[m]);
@@ -174,9 +196,9 @@ struct ChannelGradientGroup {
   }
 
   // Step 2: the operand P or A, columns [32 half, +32), zeros on the diagonal and above; the diagonal of P in fp32.
-  __device__ __forceinline__ void make_pairs(const Pairs& x) const {
-    const LowerTile tile(side == 0 ? s.pairs.P : s.pairs.A);
-    const float scale = side == 0 ? args.chunk.problem.scale : 1.0f;
+  __device__ __forceinline__ void make_pairs(bool of_P, const ChannelPairs& x) const {
+    const LowerTile tile(of_P ? s.pairs.P : s.pairs.A);
+    const float scale = of_P ? args.chunk.problem.scale : 1.0f;
 #pragma unroll
     for (int block = 0; block < kHalfTiles; ++block) {
       float y[2][4];
@@ -187,7 +209,7 @@ struct ChannelGradientGroup {
           const int n = 2 * block + h, i = 16 * warp + lane / 4 + e / 2 * 8;
           const int j = first_token() + 8 * n + 2 * (lane % 4) + e % 2;
           const float scaled = scale * x[n][e];
-          if (i == j && side == 0) s.diagonal[i] = scaled;
+          if (i == j && of_P) s.diagonal[i] = scaled;
           y[h][e] = i > j ? scaled : 0.0f;
         }
       }
@@ -647,7 +669,8 @@ struct ChannelGradientGroup {
       const int channel = kWarpSize * i + lane;
       if (channel < K) parts[channel] = double{s.exchange.bias[0][channel]} + s.exchange.bias[1][channel];
     }
-    double sum = double{s.exchange.a_log[lane]} + s.exchange.a_log[kWarpSize + lane];
+    double sum = s.exchange.a_log[lane];
+    if constexpr (kSides == 2) sum += s.exchange.a_log[kWarpSize + lane];
 #pragma unroll
     for (int distance = kWarpSize / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
     if (lane == 0) parts[-1] = sum;
@@ -659,7 +682,7 @@ struct ChannelGradientGroup {
     if (which >= (kNorm ? kNumRowSums : kAlongQ)) return;
     float sum = 0;
 #pragma unroll
-    for (int w = 0; w < kChannelBlocks; ++w) sum += s.exchange.part[which][w][i];
+    for (int w = 0; w < Block::kChannelBlocks; ++w) sum += s.exchange.part[which][w][i];
     if (which != kOfBeta) {
       if (!item.first || !item.last) {
         float& kept = args.key_sums[place_of(kOfTokens) + thread];
@@ -761,7 +784,11 @@ struct ChannelGradientGroup {
   __device__ __forceinline__ void finish(const ChannelSums& c, const OfChannels (&total)[kHalfTiles],
                                          const OfChannels& end, ChannelSums& X_q, ChannelSums& X_k, ChannelSums& F) {
     // Here, because `yv` may be that of the next item when the sums are complete.
-    if (thread < kChunkRows) s.exchange.total[kOfBeta][thread] = s.yv[0][thread] + s.yv[1][thread];
+    if (thread < kChunkRows) {
+      float sum = s.yv[0][thread];
+      if constexpr (kSides == 2) sum += s.yv[1][thread];
+      s.exchange.total[kOfBeta][thread] = sum;
+    }
     leave(s.exchange.end[half], end);
     forget();
     OfChannels added = {0, 0};
@@ -788,7 +815,7 @@ struct ChannelGradientGroup {
     const ChannelGate gate(args.chunk.problem, item_now().head, own_gates(item_now()));
     add_ends(X_k);
     fence_async_proxy();
-    release(s.pairs_free, lane);
+    release_pairs();
     finish_sums(item_now(), numbers_now());
     if (item_now().last) {
       Rows q, k;  // on their way while the warps meet
@@ -820,7 +847,7 @@ struct ChannelGradientGroup {
     ChannelSums X_q, X_k, F;
     OfChannels total[kHalfTiles], other[kHalfTiles], end;
     {
-      Pairs x;
+      ChannelPairs x;
       if (side == 0) {
         wgmma_fence(x);
 #pragma unroll
@@ -836,6 +863,15 @@ struct ChannelGradientGroup {
         }
         wgmma_commit();
       }
+      ChannelPairs A;  // where x of all is P
+      if constexpr (kSides == 1) {
+        wgmma_fence(A);
+#pragma unroll
+        for (int m = 0; m < kKeySteps<kWidth>; ++m) {
+          wgmma<kType, 32>(A, Y.along_columns(0, m), R.along_columns(first_token(), m), m > 0);
+        }
+        wgmma_commit();
+      }
       wgmma_fence(X_q, X_k);
 #pragma unroll
       for (int m = 0; m < kKeySteps<kWidth>; ++m) {
@@ -848,8 +884,14 @@ struct ChannelGradientGroup {
       wgmma_commit();
       if (!sum_gates(item_now(), gate, c, total)) s.strong[turn % 2] = 1;
       forget();
-      wgmma_wait<1>(x);
-      make_pairs(x);
+      if constexpr (kSides == 1) {
+        wgmma_wait<1>(x, A);
+        make_pairs(true, x);
+        make_pairs(false, A);
+      } else {
+        wgmma_wait<1>(x);
+        make_pairs(side == 0, x);
+      }
     }
     if (thread == 0) s.strong[(turn + 1) % 2] = 0;
     const bool waits =
@@ -877,17 +919,31 @@ struct ChannelGradientGroup {
     add_tiles(total, other, X_q, X_k, F);
     named_barrier<kRoundsDone>(kWorkers);
     forget();
+    if constexpr (Block::kServesItself) {
+      if (serves()) bringer(turn + 1).bring_states();
+      forget();
+    }
     if (!strong) {
       finish(c, total, end, X_q, X_k, F);
     } else {
       fence_async_proxy();
-      release(s.pairs_free, lane);
+      release_pairs();
       pass_gates();
     }
     return strong;
   }
 
   __device__ __forceinline__ void run() {
+    if constexpr (Block::kServesItself) {
+      forget();
+      if (half == 0 && warp == 0) {
+        const OwnBringer<Block, kRanges> first = bringer(0);
+        first.name();
+        first.bring_states();
+        first.bring_pairs();
+        first.bring_rest();
+      }
+    }
     for (;; state += kWorkers) {
       forget();
       s.numbers_filled[turn % 2].wait(turn / 2 % 2);
@@ -905,49 +961,55 @@ struct ChannelGradientGroup {
       s.second_filled.wait(turn % 2);
       const bool strong = gradients(gate, c);
       if (thread == 0 && (strong || item_now().first)) args.left[item_now().pair] = strong;
+      if constexpr (Block::kServesItself) {  // by the warp that stores
+        if (half == 0 && warp == 0) bringer(turn + 1).bring_rest();
+      }
       release(s.numbers_free[turn % 2], lane);
     }
     if (stores_side()) wait_stores_read<0>();
   }
 };
 
-template <DType kType, bool kNorm, bool kRanges>
-__global__ void __launch_bounds__(kGradientThreads, 1)
+template <DType kType, class Block, bool kNorm, bool kRanges>
+__global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
     channel_gradients_kernel(const __grid_constant__ GradientArgs args,
                              const __grid_constant__ ChannelGradientMaps maps) {
-  auto& s = aligned_shared<ChannelGradientShared>();
+  auto& s = aligned_shared<typename Block::Shared>();
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
       s.numbers_filled[i].init(1);
-      s.numbers_free[i].init(kWorkerWarps + kBringers);  // less the one that names the items, and the one of the gates
+      // Of those that bring, less the one that names the items, and the one of the gates.
+      s.numbers_free[i].init(Block::kWorkerWarps + (Block::kServesItself ? 0 : kBringers));
       s.strong[i] = 0;
     }
     s.keys_filled.init(1);
-    s.keys_free.init(2);
+    s.keys_free.init(Block::kSides);
     s.first_filled.init(2);
     s.second_filled.init(1);
     s.third_filled.init(1);
-    s.states_free.init(kWorkerWarps);
-    s.pairs_free.init(kWorkerWarps);
+    s.states_free.init(Block::kWorkerWarps);
+    s.pairs_free.init(Block::kWorkerWarps);
     s.gates_filled.init(1);
     s.gates_again.init(1);
-    s.gates_free.init(2);
+    s.gates_free.init(Block::kSides);
     fence_barrier_init();
   }
   wait_for_previous_kernels();
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  if (warp >= kWorkerWarps) {
-    give_registers<kChannelBringerRegisters>();
-    const int role = warp - kWorkerWarps;
+  if constexpr (Block::kServesItself) {
+    ChannelGradientGroup<kType, Block, kNorm, kRanges>{args, maps, s, threadIdx.x}.run();
+  } else if (warp >= Block::kWorkerWarps) {
+    give_registers<Block::kOtherRegisters>();
+    const int role = warp - Block::kWorkerWarps;
     if (role == kBringers) {
-      GateBringer{args, maps, s, lane}.run();
+      GateBringer<Block>{args, maps, s, lane}.run();
     } else if (elect_one()) {
-      ChannelBringer<kRanges>{args, maps, s}.run(role);
+      ChannelBringer<Block, kRanges>{args, maps, s}.run(role);
     }
   } else {
-    take_registers<kChannelGradientRegisters>();
-    ChannelGradientGroup<kType, kNorm, kRanges>{args, maps, s, threadIdx.x}.run();
+    take_registers<Block::kWorkRegisters>();
+    ChannelGradientGroup<kType, Block, kNorm, kRanges>{args, maps, s, threadIdx.x}.run();
   }
 }
 
@@ -956,15 +1018,19 @@ __global__ void __launch_bounds__(kGradientThreads, 1)
 template <DType kType>
 void launch_channel_gradients(const GradientArgs& args, const ChannelGradientMaps& maps, int64_t blocks,
                               const Context& context) {
-  const LaunchShape shape{static_cast<unsigned>(blocks), kGradientThreads, sizeof(ChannelGradientShared), true};
-  constexpr const char* kName = "delta_rule chunk_sm90 gradients per channel";
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
-  const auto with = [&]<bool kNorm>() {
-    p.head_dim_v > Wide::kColumns
-        ? launch<channel_gradients_kernel<kType, kNorm, true>>(kName, context, shape, args, maps)
-        : launch<channel_gradients_kernel<kType, kNorm, false>>(kName, context, shape, args, maps);
+  const auto of = [&]<class Block, bool kNorm>() {
+    const LaunchShape shape{static_cast<unsigned>(blocks), Block::kThreads, sizeof(typename Block::Shared), true};
+    constexpr const char* kName = "delta_rule chunk_sm90 gradients per channel";
+    p.head_dim_v > Block::kWidth
+        ? launch<channel_gradients_kernel<kType, Block, kNorm, true>>(kName, context, shape, args, maps)
+        : launch<channel_gradients_kernel<kType, Block, kNorm, false>>(kName, context, shape, args, maps);
   };
-  p.qk_l2norm ? with.template operator()<true>() : with.template operator()<false>();
+  const auto with = [&]<class Block>() {
+    p.qk_l2norm ? of.template operator()<Block, true>() : of.template operator()<Block, false>();
+  };
+  padded_k(p.head_dim_k) == 64 ? with.template operator()<ChannelGradientBlock<64>>()
+                               : with.template operator()<ChannelGradientBlock<128>>();
 }
 
 }  // namespace fastweight::cuda::chunk_sm90
