@@ -310,8 +310,8 @@ struct GateBringer {
   }
 };
 
-// What the warps of a block that serves itself do to bring the item of a turn, while they work on the one before. All lanes of
-// a warp call it.
+// What the warps of a block that serves itself do to bring the item of a turn, while they work on the one before. All
+// lanes of a warp call it.
 template <class Block, bool kRanges>
 struct OwnBringer {
   const GradientArgs& args;
