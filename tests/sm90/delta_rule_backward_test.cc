@@ -173,8 +173,11 @@ INSTANTIATE_TEST_SUITE_P(GatesAndWidths, Sm90DecayBackward,
                                   name_of_widths(std::get<1>(info.param));
                          });
 
-DeltaRuleCase raw_gates_with_a_strong_head(DType gates, int64_t H, int64_t group) {
-  DeltaRuleSpec spec = with_heads(wide(Gate::kPerChannel, 100), H, group);
+// Of the gradients with a decay per channel: a block with all value columns of a head, and one with a range of them.
+const std::vector<Widths> kWidthsOfChannels{{128, 128}, {64, 64}, {128, 200}, {56, 136}};
+
+DeltaRuleCase raw_gates_with_a_strong_head(DType gates, int64_t H, int64_t group, const Widths& widths = {128, 128}) {
+  DeltaRuleSpec spec = with_heads(sized(Gate::kPerChannel, 100, widths), H, group);
   spec.options.gate_in_kernel = true;
   spec.gate_dtype = gates;
   DeltaRuleCase problem = draw(spec, 23);
@@ -187,6 +190,7 @@ TEST(Sm90Backward, StrongDecaysPerChannel) {
   for (const auto& [gates, widths] : {std::pair{DType::kF32, Widths{128, 128}},
                                       {DType::kBF16, {128, 128}},
                                       {DType::kBF16, {64, 64}},
+                                      {DType::kF32, {56, 136}},
                                       {DType::kF32, {128, 200}},
                                       {DType::kBF16, {72, 256}}}) {
     DeltaRuleCase problem = draw(sized(Gate::kPerChannel, 100, widths), 17);
@@ -200,20 +204,26 @@ TEST(Sm90Backward, StrongDecaysPerChannel) {
 // Raw gates of a group of heads, of which one decays so fast that all its pairs of chunks and heads are left to another
 // kernel.
 TEST(Sm90Backward, OneStrongHeadOfRawGates) {
-  for (DType gates : {DType::kF32, DType::kBF16}) expect_as_reference(raw_gates_with_a_strong_head(gates, 1, 2));
+  for (const Widths& widths : {Widths{128, 128}, {64, 64}}) {
+    for (DType gates : {DType::kF32, DType::kBF16}) {
+      expect_as_reference(raw_gates_with_a_strong_head(gates, 1, 2, widths));
+    }
+  }
 }
 
 // Tiles of 16 tokens, tokens and channels that forget everything, among others that forget next to nothing.
 TEST(Sm90Backward, GatesThatForgetAmongMildOnes) {
   for (Gate gate : {Gate::kPerHead, Gate::kPerChannel}) {
-    for (DType gates : {DType::kBF16, DType::kF32}) expect_as_reference(case_that_forgets(gate, gates));
+    for (const Widths& widths : {Widths{128, 128}, {64, 64}}) {
+      for (DType gates : {DType::kBF16, DType::kF32}) expect_as_reference(case_that_forgets(gate, gates, widths));
+    }
   }
 }
 
 // Of a group of heads and four chunks, one head in one chunk: another kernel has the group's share of dq and dk there.
 TEST(Sm90Backward, OneStrongDecayAmongMildOnes) {
-  for (const int64_t V : {128, 200}) {
-    DeltaRuleSpec spec = with_heads(sized(Gate::kPerChannel, 200, {128, V}), 2, 2);
+  for (const Widths& widths : kWidthsOfChannels) {
+    DeltaRuleSpec spec = with_heads(sized(Gate::kPerChannel, 200, widths), 2, 2);
     spec.options.qk_l2norm = true;
     DeltaRuleCase problem = draw(spec, 18);
     for (int64_t i = 0; i < problem.g.size(); ++i) problem.g.set(i, -0.3 * (i * 7 % 11) / 11);
@@ -224,19 +234,20 @@ TEST(Sm90Backward, OneStrongDecayAmongMildOnes) {
 
 // So mild that tiles of 16 tokens fit the exponents of fp16.
 TEST(Sm90Backward, MildDecaysPerChannelInFp16) {
-  for (const int64_t V : {128, 256}) {
-    DeltaRuleCase problem = draw(sized(Gate::kPerChannel, 100, {128, V}, DType::kF16), 19);
+  for (const Widths& widths : kWidthsOfChannels) {
+    DeltaRuleCase problem = draw(sized(Gate::kPerChannel, 100, widths, DType::kF16), 19);
     for (int64_t i = 0; i < problem.g.size(); ++i) problem.g.set(i, -0.1 * (i * 7 % 11) / 11);
     expect_as_reference(problem);
   }
 }
 
 // Gates per channel that are given and raw, in the type of k: where these come and dg leaves by TMA, and where they cannot.
-class Sm90GateMaps : public ::testing::TestWithParam<bool> {
+class Sm90GateMaps : public ::testing::TestWithParam<std::tuple<bool, int64_t>> {
  protected:
   static DeltaRuleCase drawn() {
-    DeltaRuleSpec spec = with_heads(wide(Gate::kPerChannel, 70), 1, 2);
-    spec.options.gate_in_kernel = GetParam();
+    const auto [raw, width] = GetParam();
+    DeltaRuleSpec spec = with_heads(sized(Gate::kPerChannel, 70, {width, width}), 1, 2);
+    spec.options.gate_in_kernel = raw;
     spec.gate_dtype = spec.dtype;
     return draw(spec, 24);
   }
@@ -303,13 +314,19 @@ TEST_P(Sm90GateMaps, BroadcastGates) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Gates, Sm90GateMaps, ::testing::Values(false, true),
-                         [](const auto& info) { return info.param ? "raw" : "given"; });
+INSTANTIATE_TEST_SUITE_P(Gates, Sm90GateMaps,
+                         ::testing::Combine(::testing::Values(false, true), ::testing::Values(128, 64, 56)),
+                         [](const auto& info) {
+                           return (std::get<0>(info.param) ? "raw" : "given") + std::to_string(std::get<1>(info.param));
+                         });
 
 // What is not asked for changes no bit of the gradients of the gates' parameters, of mild heads and of strong ones.
 TEST(Sm90Backward, ParametersOfGatesWithoutDg) {
-  std::vector<DeltaRuleCase> problems{raw_gates_with_a_strong_head(DType::kF32, 2, 1),
-                                      raw_gates_with_a_strong_head(DType::kBF16, 2, 1)};
+  std::vector<DeltaRuleCase> problems;
+  for (const Widths& widths : {Widths{128, 128}, {64, 64}}) {
+    problems.push_back(raw_gates_with_a_strong_head(DType::kF32, 2, 1, widths));
+    problems.push_back(raw_gates_with_a_strong_head(DType::kBF16, 2, 1, widths));
+  }
   DeltaRuleSpec per_head = with_heads(wide(Gate::kPerHead, 100), 2, 1);
   per_head.options.gate_in_kernel = true;
   problems.push_back(draw(per_head, 25));
@@ -323,8 +340,9 @@ TEST(Sm90Backward, ParametersOfGatesWithoutDg) {
 // A gate that is not a number spoils what comes of the states after it and of their gradients before it, in its head and
 // sequence, and all of its token.
 TEST(Sm90Backward, NaNGates) {
-  for (Gate gate : {Gate::kPerHead, Gate::kPerChannel}) {
-    for (const DeltaRuleSpec& spec : specs_of_decays(gate)) {
+  for (const auto& [gate, widths] :
+       {std::pair{Gate::kPerHead, Widths{128, 128}}, {Gate::kPerChannel, {128, 128}}, {Gate::kPerChannel, {64, 64}}}) {
+    for (const DeltaRuleSpec& spec : specs_of_decays(gate, widths)) {
       const NaNGate x = nan_gate(spec);
       const DeltaRuleResults clean = run(x.without), results = run(x.with);
       for (const char* name : {"dq", "dk", "dv", "dg", "dbeta"}) {
@@ -366,17 +384,21 @@ TEST(Sm90Backward, NaNGates) {
   }
 }
 
-// Four times as many pairs of a chunk and a key head as the gradients have blocks, which take one after the other: mild
-// ones and strong ones.
+// Four times as many pairs of a chunk and a key head as the gradients have blocks, two on a multiprocessor with K <= 64,
+// which take one after the other: mild ones and strong ones.
 TEST(Sm90Backward, ManyPairsForABlock) {
-  constexpr int64_t kHeads = 4;
-  const int64_t chunks = cuda_devices().front().multiprocessors + 1;
-  DeltaRuleSpec spec = with_heads(wide(Gate::kPerChannel, 16 * chunks - 3), kHeads, 1);
-  spec.options.chunk_size = 16;
-  spec.gate_dtype = spec.dtype;
-  DeltaRuleCase problem = draw(spec, 26);
-  for (int64_t chunk = 1; chunk < chunks; chunk += 3) problem.g.set((16 * chunk * kHeads + 1) * spec.K + 5, -200);
-  expect_as_reference(problem);
+  for (const auto& [widths, heads] : {std::pair{Widths{128, 128}, 4}, {{64, 64}, 8}, {{48, 72}, 8}}) {
+    const int64_t chunks = cuda_devices().front().multiprocessors + 1;
+    DeltaRuleSpec spec = with_heads(sized(Gate::kPerChannel, 16 * chunks - 3, widths), heads, 1);
+    spec.options.chunk_size = 16;
+    spec.options.gate_in_kernel = widths.second == 72;
+    spec.gate_dtype = widths.second == 72 ? DType::kF32 : spec.dtype;
+    DeltaRuleCase problem = draw(spec, 26);
+    for (int64_t chunk = 1; chunk < chunks; chunk += 3) {
+      problem.g.set((16 * chunk * heads + 1) * spec.K + 5, spec.options.gate_in_kernel ? 200 : -200);
+    }
+    expect_as_reference(problem);
+  }
 }
 
 // Heads that fill the device: with a decay per head or none the scan back over a window begins while the gradients of the
@@ -428,21 +450,29 @@ TEST(Sm90Backward, KeysAbove128) {
 }
 
 TEST(Sm90Backward, TheVerboseLineSaysWhoseGradientsRun) {
-  const auto expect = [](Gate gate, const Widths& widths, DType dtype, bool own) {
+  const auto expect = [](Gate gate, const Widths& widths, DType dtype, bool own, bool raw = false) {
     std::string line;
+    DeltaRuleSpec spec = sized(gate, 1, widths, dtype);
+    spec.options.gate_in_kernel = raw;
     Context verbose = context();
     verbose.verbose = true;
     verbose.log_user = &line;
     verbose.log = [](void* user, const char* text) { *static_cast<std::string*>(user) = text; };
-    support::backward(draw(sized(gate, 1, widths, dtype), 34), verbose);
+    support::backward(draw(spec, 34), verbose);
     EXPECT_EQ(line.find("gradients of chunk_16bit") == std::string::npos, own) << line;
   };
   for (const int64_t V : {64, 128, 136, 256}) {
     for (const int64_t K : {64, 128}) expect(Gate::kPerHead, {K, V}, DType::kF16, true);
   }
   expect(Gate::kNone, {192, 64}, DType::kBF16, false);
-  for (const int64_t V : {64, 128, 136, 256}) expect(Gate::kPerChannel, {72, V}, DType::kBF16, true);
-  expect(Gate::kPerChannel, {64, 256}, DType::kBF16, false);
+  for (const int64_t V : {64, 128, 136, 256}) {
+    for (const int64_t K : {8, 64, 72}) expect(Gate::kPerChannel, {K, V}, DType::kBF16, true);
+  }
+  for (const int64_t K : {64, 128}) {
+    expect(Gate::kPerChannel, {K, 64}, DType::kBF16, true, true);
+    expect(Gate::kPerChannel, {K, 64}, DType::kF16, true);
+    expect(Gate::kPerChannel, {K, 64}, DType::kF16, false, true);
+  }
 }
 
 TEST(Sm90Backward, WhatItDeclines) {

@@ -100,8 +100,8 @@ inline DeltaRuleCase case_of_sequences(Gate gate, const Widths& widths) {
 }
 
 // Tiles of 16 tokens, tokens and channels that forget everything, among others that forget next to nothing.
-inline DeltaRuleCase case_that_forgets(Gate gate, DType gates) {
-  DeltaRuleCase problem = support::draw(wide(gate, 100), 34);
+inline DeltaRuleCase case_that_forgets(Gate gate, DType gates, const Widths& widths = {128, 128}) {
+  DeltaRuleCase problem = support::draw(sized(gate, 100, widths), 34);
   problem.g = problem.g.to(gates);
   const int64_t width = problem.g.size() / problem.spec.T;
   for (int64_t i = 0; i < problem.g.size(); ++i) {
@@ -131,8 +131,8 @@ inline NaNGate nan_gate(DeltaRuleSpec spec) {
 }
 
 // Gates that leave much of a chunk's state, little or nothing, and raw ones, with a bound where gates have one.
-inline std::vector<DeltaRuleSpec> specs_of_decays(Gate gate) {
-  DeltaRuleSpec weak = wide(gate, 0), strong = weak, hard = weak, raw = weak;
+inline std::vector<DeltaRuleSpec> specs_of_decays(Gate gate, const Widths& widths = {128, 128}) {
+  DeltaRuleSpec weak = sized(gate, 0, widths), strong = weak, hard = weak, raw = weak;
   weak.gate_divisor = 50;
   strong.gate_divisor = 0.1;
   hard.hard_gate_fraction = 0.3;

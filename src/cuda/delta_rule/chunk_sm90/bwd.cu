@@ -1,7 +1,7 @@
 // The entry chunk_sm90, backward in the chunk form on Hopper: what it takes, its tensor maps and its launches. One decay per
 // head: factors as in chunk_16bit, then scan.cuh, scan_back.cuh, gradients.cuh. One per channel: factors_per_channel.cu,
 // scan_per_channel.cuh, scan_back_per_channel.cuh, gradients_per_channel.cuh. The gradients of chunk_16bit follow for what
-// the last one leaves, and take the place of either for widths that it does not take.
+// the last one leaves, and take the place of either for what it does not take: K above 128, raw gates in fp16.
 #include <algorithm>
 #include <functional>
 #include <limits>
@@ -139,9 +139,9 @@ void scan_channels_back(const DeltaRuleBackwardProblem& problem, const GradientA
 // tokens, would all be strong.
 bool takes_channel_gradients(const DeltaRuleBackwardProblem& problem) {
   const DeltaRuleInputs& in = problem.args.in;
-  const DeltaRuleSizes& sizes = problem.sizes;
-  return padded_k(sizes.head_dim_k) == 128 && (in.k.dtype == DType::kBF16 || !problem.args.options.gate_in_kernel) &&
-         lacks_shared_memory(channel_gradients_bytes(), in.q.device.index).empty();
+  const int K = padded_k(problem.sizes.head_dim_k);
+  return (in.k.dtype == DType::kBF16 || !problem.args.options.gate_in_kernel) &&
+         lacks_shared_memory(channel_gradients_bytes(K), in.q.device.index).empty();
 }
 
 // Whether the gates come, and dg leaves, by TMA.
@@ -162,15 +162,16 @@ void channel_gradients(const DeltaRuleBackwardProblem& problem, const GradientAr
   const DeltaRuleBackward& call = problem.args;
   const DType dtype = call.in.k.dtype;
   const WindowMaps of = window_maps(call, args);
+  const int K = padded_k(problem.sizes.head_dim_k);
   ChannelGradientMaps maps{of.k,
                            of.q,
                            rows_of(call.in.v),
                            of.d_o,
                            rows_of(call.dq),
                            rows_of(call.dk),
-                           copies_map(args.chunk.factors.keys, dtype, 128, items_of(args.chunk).factors),
+                           copies_map(args.chunk.factors.keys, dtype, K, items_of(args.chunk).factors),
                            of.lower,
-                           states_map(args.S, args.S_width, args.chunk, 128),
+                           states_map(args.S, args.S_width, args.chunk, channel_gradient_columns(K)),
                            of.G,
                            of.Y};
   if (have_gate_maps(call.in.g, call.dg)) {
@@ -180,7 +181,7 @@ void channel_gradients(const DeltaRuleBackwardProblem& problem, const GradientAr
     if (call.dg.present()) maps.dg = token_map(call.dg, kChunkRows, columns, Swizzle::k128);
   }
   const int64_t multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, call.in.q.device.index);
-  const int64_t own = std::min(blocks, multiprocessors);
+  const int64_t own = std::min(blocks, channel_gradients_on_one(K) * multiprocessors);
   dtype == DType::kBF16 ? launch_channel_gradients<DType::kBF16>(args, maps, own, context)
                         : launch_channel_gradients<DType::kF16>(args, maps, own, context);
   others(args, blocks);
@@ -255,7 +256,8 @@ void backward(const DeltaRuleBackwardProblem& problem, const Context& context) {
     kernels.scan_back = [&](const GradientArgs& args) { scan_channels_back(problem, args, context); };
     if (takes_gradients(problem)) {
       kernels.leaves_pairs = true;
-      if (problem.sizes.head_dim_v > kMostGradientColumns) kernels.key_sums = kRangeSums;
+      const int columns = channel_gradient_columns(padded_k(problem.sizes.head_dim_k));
+      if (problem.sizes.head_dim_v > columns) kernels.key_sums = kRangeSums;
       kernels.gradients = [&, others = kernels.gradients](const GradientArgs& args, int64_t blocks) {
         channel_gradients(problem, args, blocks, others, context);
       };

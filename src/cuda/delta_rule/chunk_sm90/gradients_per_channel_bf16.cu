@@ -2,7 +2,9 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
-size_t channel_gradients_bytes() { return sizeof(ChannelGradientShared); }
+size_t channel_gradients_bytes(int padded_k) {
+  return padded_k == 64 ? sizeof(ChannelGradientBlock<64>::Shared) : sizeof(ChannelGradientBlock<128>::Shared);
+}
 
 template void launch_channel_gradients<DType::kBF16>(const GradientArgs& args, const ChannelGradientMaps& maps,
                                                      int64_t blocks, const Context& context);
