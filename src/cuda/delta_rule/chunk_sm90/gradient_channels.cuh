@@ -61,7 +61,8 @@ struct ChannelNumbers {
 //               are of 16 bits, together with `pairs`; of 32 bits, when dg has left. Step 5 has them brought again, where
 //               it needs them, when `pairs` are free, and puts dg there
 //
-// Step 1 waits for `first_filled`, in two parts: reader, S, Y, v and J; step 2 for `second_filled`: d_o; step 3 for `third_filled`: G.
+// Step 1 waits for `first_filled`, in two parts: reader, S, Y, v and J; step 2 for `second_filled`: d_o; step 3 for
+// `third_filled`: G.
 //
 // For a padded K, and as many value columns at a time.
 template <int kK>
@@ -130,8 +131,8 @@ struct ChannelGradientBlock {
   static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 };
 
-// Of the warps that serve, if there are any, the first names the items and brings their numbers, and two bring the operands. By one lane each:
-// three have room for the places of all boxes in few registers.
+// Of the warps that serve, if there are any, the first names the items and brings their numbers, and two bring the operands. By
+// one lane each: three have room for the places of all boxes in few registers.
 template <class Block, bool kRanges>
 struct ChannelBringer {
   static constexpr int kWidth = Block::kWidth;
