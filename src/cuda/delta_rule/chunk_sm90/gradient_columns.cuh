@@ -43,8 +43,18 @@ __device__ __forceinline__ void for_each_chunk_back(const ScanArgs& args, const 
   }
 }
 
-// The columns of a warpgroup, one of kRanges that share the columns of a block; kK channels, of which kParts warpgroups have
-// others each.
+// What warpgroup `group` of a block has: a range of 64 columns and all channels, or, of the only range, one of kParts parts of
+// the channels, kK each. All parts have the same Y and dv, which are left to one.
+template <int kK, int kParts>
+struct GroupShare {
+  int group;
+
+  __device__ __forceinline__ int range() const { return kParts == 1 ? group : 0; }
+  __device__ __forceinline__ int channel() const { return kParts == 1 ? 0 : kK * group; }
+  __device__ __forceinline__ bool leaves_Y() const { return kParts == 1 || group == 0; }
+};
+
+// The columns of a warpgroup, one of kRanges that share the columns of a block, or one of kParts that share the channels.
 template <int kK, int kRanges, int kParts = 1>
 struct GradientColumns {
   static_assert(kRanges == 1 || kParts == 1);
@@ -54,17 +64,13 @@ struct GradientColumns {
   const bool& is_tail;    // see ScanWork
   int group, warp, lane;  // the warp within the warpgroup
 
-  // Which 64 columns of the block, and which channels.
-  __device__ __forceinline__ int range() const { return kParts == 1 ? group : 0; }
-  __device__ __forceinline__ int channel() const { return kParts == 1 ? 0 : kK * group; }
-  __device__ __forceinline__ int column() const { return part.column + range() * kGroupColumns + 16 * warp; }
-  // Whether Y and dv are left to it: all parts have the same.
-  __device__ __forceinline__ bool leaves_Y() const { return kParts == 1 || group == 0; }
+  __device__ __forceinline__ GroupShare<kK, kParts> share() const { return {group}; }
+  __device__ __forceinline__ int column() const { return part.column + share().range() * kGroupColumns + 16 * warp; }
 
   // Channels from the first on that there are, and where a state has it.
-  __device__ __forceinline__ int channels() const { return args.chunk.problem.head_dim_k - channel(); }
+  __device__ __forceinline__ int channels() const { return args.chunk.problem.head_dim_k - share().channel(); }
   __device__ __forceinline__ int64_t offset_in(const DeviceStates& states) const {
-    return state_offset(states, part) + channel() * states.k_stride;
+    return state_offset(states, part) + share().channel() * states.k_stride;
   }
 
   // The thread's share of what the windows hand each other.
@@ -203,15 +209,14 @@ struct BackStorer {
   typename Shape::Shared& s;
   int group;
 
-  // See GradientColumns.
-  __device__ __forceinline__ int range() const { return Shape::kParts == 1 ? group : 0; }
-  __device__ __forceinline__ int channel() const { return Shape::kParts == 1 ? 0 : kK * group; }
+  __device__ __forceinline__ GroupShare<kK, Shape::kParts> share() const { return {group}; }
 
   __device__ __forceinline__ void store_G(int column, int slot) const {
     const StateTile<kK> G(s.leaving[group].G);
 #pragma unroll
     for (int p = 0; p < G.kPanels; ++p) {
-      if (column < args.padded_v) store_box(maps.G, {channel() + p * G.kPanelColumns, column, slot}, G.panel(p));
+      if (column < args.padded_v)
+        store_box(maps.G, {share().channel() + p * G.kPanelColumns, column, slot}, G.panel(p));
     }
   }
   __device__ __forceinline__ void store_Y(const RowsPlace& at, int column, int slot) const {
@@ -233,7 +238,7 @@ struct BackStorer {
     uint32_t parity = 0;
     if (args.waits_late) wait_for_previous_kernels();
     for_each_chunk_back<Shape>(args.chunk, parts, [&](const ScanPart& part, const Walk& walk, int c) {
-      const int column = part.column + range() * kGroupColumns;
+      const int column = part.column + share().range() * kGroupColumns;
       const int64_t chunk = walk.first_chunk + c;
       const int slot =
           static_cast<int>(args.chunk.window.slot_of(chunk)) * args.chunk.problem.num_value_heads + part.head;
@@ -241,7 +246,7 @@ struct BackStorer {
       store_G(column, slot);
       finish();
       barriers.G_left[group].arrive();
-      if (Shape::kParts == 1 || group == 0) {
+      if (share().leaves_Y()) {
         barriers.Y_ready[group].wait(parity);
         store_Y(rows_of(args.chunk, walk, c, part.head), column, slot);
         finish();

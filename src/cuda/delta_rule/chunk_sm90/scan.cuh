@@ -172,33 +172,18 @@ struct WorkGroup {
     return Keys(memory + (kParts == 2 ? group * Keys::kBytes : 0));
   }
 
-  // Sums of the other half from the thread that has the same tiles, or to it.
-  __device__ __forceinline__ void put_sums(int half, const TokenSums& sums) const {
-#pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
-      s.halves[half][n][kWarpSize * warp + lane] = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
-    }
-  }
-  __device__ __forceinline__ void add_sums(int half, TokenSums& sums) const {
-#pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
-      const float4 x = s.halves[half][n][kWarpSize * warp + lane];
-      sums[n][0] += x.x, sums[n][1] += x.y, sums[n][2] += x.z, sums[n][3] += x.w;
-    }
-  }
-
   // X of both halves to both: the same bits, for a + b is b + a.
   __device__ __forceinline__ void exchange_X(TokenSums& X) const {
-    put_sums(group, X);
+    put_sums(X, kWarpSize * warp + lane, s.halves[group]);
     named_barrier<1>(2 * kGroupThreads);
-    add_sums(1 - group, X);
+    add_sums(s.halves[1 - group], kWarpSize * warp + lane, X);
   }
   // O of the second half to the first, through the place that the first half's X had: this thread has read it. The barrier
   // also tells the second that the first has read its X.
   __device__ __forceinline__ void hand_O(TokenSums& O) const {
-    if (group == 1) put_sums(0, O);
+    if (group == 1) put_sums(O, kWarpSize * warp + lane, s.halves[0]);
     named_barrier<2>(2 * kGroupThreads);
-    if (group == 0) add_sums(0, O);
+    if (group == 0) add_sums(s.halves[0], kWarpSize * warp + lane, O);
   }
 
   // o^T to shared memory, from where it is stored; give_away() follows.

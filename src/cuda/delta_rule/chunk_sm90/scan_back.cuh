@@ -162,42 +162,29 @@ struct BackGroup {
 
   // X of both parts to both: the first adds what the second brings. Each thread exchanges with one.
   __device__ __forceinline__ void exchange_X(TokenSums& X) const {
-    const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-    const auto put = [&] {
-#pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) s.X[n][thread] = make_float4(X[n][0], X[n][1], X[n][2], X[n][3]);
-    };
-    if (own.group == 1) put();
+    const int thread = kWarpSize * own.warp + own.lane;
+    if (own.group == 1) put_sums(X, thread, s.X);
     named_barrier<3>(2 * kGroupThreads);
     if (own.group == 0) {
-#pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) {
-        const float4 x = s.X[n][thread];
-        X[n][0] += x.x, X[n][1] += x.y, X[n][2] += x.z, X[n][3] += x.w;
-      }
-      put();
+      add_sums(s.X, thread, X);
+      put_sums(X, thread, s.X);
     }
     named_barrier<4>(2 * kGroupThreads);
-    if (own.group == 0) return;
-#pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
-      const float4 x = s.X[n][thread];
-      X[n][0] = x.x, X[n][1] = x.y, X[n][2] = x.z, X[n][3] = x.w;
-    }
+    if (own.group == 1) take_sums(s.X, thread, X);
   }
 
   // G^T of the chunk's end.
   __device__ __forceinline__ void leave_G(const Fragments<kKeySteps<kK>>& rG, uint32_t parity) const {
     if constexpr (Shape::kMakesMaps) return;
     auto& barriers = s.barriers_of_leaving;
-    (own.leaves_Y() ? barriers.Y_left : barriers.G_left)[own.group].wait(parity ^ 1);
+    (own.share().leaves_Y() ? barriers.Y_left : barriers.G_left)[own.group].wait(parity ^ 1);
     own.write_G(s.leaving[own.group].G, rG);
     own.hand_over(s.barriers_of_leaving.G_ready[own.group]);
   }
 
   // Y^T = X and dv = beta Y.
   __device__ __forceinline__ void leave_Y(const float* token, const TokenSums& X, uint32_t parity) const {
-    if (Shape::kMakesMaps || !own.leaves_Y()) return;
+    if (Shape::kMakesMaps || !own.share().leaves_Y()) return;
     auto& leaving = s.leaving[own.group];
     s.barriers_of_leaving.G_left[own.group].wait(parity);
     own.template write_Y<kType>(leaving.Y, leaving.dv, token + kOnValue * kChunkRows, X);
@@ -229,7 +216,7 @@ struct BackGroup {
       Fragments<kTokenSteps> d_o, dR, bY;
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) {
-        ValueTile(stage.d_o[own.range()]).load_c_transposed(16 * m, warp, lane, d_o[m]);
+        ValueTile(stage.d_o[own.share().range()]).load_c_transposed(16 * m, warp, lane, d_o[m]);
       }
       s.sP_filled[turn.sP.at].wait(turn.sP.parity);
       wgmma_fence(D, d_o);

@@ -79,6 +79,27 @@ using StateSums = float[kKeyTiles<kK>][4];
 template <int kSteps>
 using Fragments = uint32_t[kSteps][4];
 
+// Sums of the threads of a warpgroup in shared memory, where those of another that have the same tiles add or take them.
+using HandedSums = float4[kTokenTiles][kGroupThreads];
+__device__ __forceinline__ void put_sums(const TokenSums& sums, int thread, HandedSums& to) {
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n) to[n][thread] = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
+}
+__device__ __forceinline__ void add_sums(const HandedSums& from, int thread, TokenSums& sums) {
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n) {
+    const float4 x = from[n][thread];
+    sums[n][0] += x.x, sums[n][1] += x.y, sums[n][2] += x.z, sums[n][3] += x.w;
+  }
+}
+__device__ __forceinline__ void take_sums(const HandedSums& from, int thread, TokenSums& sums) {
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n) {
+    const float4 x = from[n][thread];
+    sums[n][0] = x.x, sums[n][1] = x.y, sums[n][2] = x.z, sums[n][3] = x.w;
+  }
+}
+
 // The two numbers, one after the other, that belong to the columns of C tile n of a lane.
 __device__ __forceinline__ float2 column_pair(const float* numbers, int n, int lane) {
   return *reinterpret_cast<const float2*>(numbers + 8 * n + 2 * (lane % 4));
