@@ -1,7 +1,8 @@
 // A warpgroup of the gradients with one decay per head or none (gradients.cuh).
 #pragma once
 
-#include "cuda/delta_rule/chunk_sm90/gradient_operands.cuh"
+#include "cuda/delta_rule/chunk_sm90/gradient_pairs.cuh"
+#include "cuda/delta_rule/chunk_sm90/gradient_rows.cuh"
 
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
@@ -12,109 +13,16 @@ __device__ __forceinline__ void half_barrier(int group) {
 }
 enum { kWritesReady = 5, kPairsReady, kKeysReady };
 
-// A warpgroup's channels of q or k: a panel of the tile, or half of it.
-template <class Block>
-struct OwnChannels {
-  PanelOfTokens tile;
-  int first;  // of the panel's steps of 16
-
-  __device__ __forceinline__ OwnChannels(const unsigned char* memory, int group)
-      : tile(memory + (Block::kSharesPanel ? 0 : group * PanelOfTokens::kBytes)),
-        first(Block::kSharesPanel ? group * (Block::kChannels / 16) : 0) {}
-
-  __device__ __forceinline__ void load(int m, int warp, int lane, uint32_t (&x)[4]) const {
-    tile.load_a(16 * warp, first + m, lane, x);
-  }
-  __device__ __forceinline__ void store(int m, int warp, int lane, const uint32_t (&x)[4]) const {
-    tile.store_a(16 * warp, first + m, lane, x);
-  }
-};
-
-// The lane's two rows of them, kept in registers or loaded each time.
-template <class Block, bool kKept>
-struct OwnRows {
-  uint32_t kept[kKept ? Block::kChannels / 16 : 1][4];
-
-  __device__ __forceinline__ void load(const OwnChannels<Block>& own, int warp, int lane) {
-    if constexpr (kKept) {
-#pragma unroll
-      for (int m = 0; m < Block::kChannels / 16; ++m) own.load(m, warp, lane, kept[m]);
-    }
-  }
-  __device__ __forceinline__ void get(const OwnChannels<Block>& own, int m, int warp, int lane,
-                                      uint32_t (&x)[4]) const {
-    if constexpr (kKept) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = kept[m][e];
-    } else {
-      own.load(m, warp, lane, x);
-    }
-  }
-};
-
-// Scales the lane's two rows, and puts their inner products with those of the channels into `dots`.
-template <DType kType, class Block, bool kKept>
-__device__ __forceinline__ void scale_and_dot(const OwnChannels<Block>& own, const OwnRows<Block, kKept>& rows,
-                                              const float* factors, float sign, int warp, int lane,
-                                              typename Block::Rows& sums, float* dots) {
-  const int i = 16 * warp + lane / 4;
-  const float factor[2] = {sign * factors[i], sign * factors[i + 8]};
-  float dot[2] = {0, 0};
-#pragma unroll
-  for (int m = 0; m < Block::kChannels / 16; ++m) {
-    uint32_t x[4];
-    rows.get(own, m, warp, lane, x);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int half = e % 2;
-      float* sum = &sums[2 * m + e / 2][2 * half];
-      const float2 y = unpack<kType>(x[e]);
-      sum[0] *= factor[half];
-      sum[1] *= factor[half];
-      dot[half] = fmaf(y.y, sum[1], fmaf(y.x, sum[0], dot[half]));
-    }
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float sum = sum_over_lanes<4>(dot[half]);
-    if (lane % 4 == 0) dots[i + 8 * half] = sum;
-  }
-}
-
-// A head's share of dbeta of token i but for Y . v.
-template <int kGroups>
-__device__ __forceinline__ float reading(const GradientSums<kGroups>& s, int i) {
-  return s.a_k.at(i) + s.row_of_A.at(i);
-}
-
-// q . dq and k . dk of two rows, over the heads of a group.
-struct Along {
-  float2 q = {}, k = {};
-
-  template <int kGroups>
-  __device__ __forceinline__ void add(const GradientSums<kGroups>& s, const GradientNumbers& numbers, int i,
-                                      bool first) {
-    if (first) q = k = make_float2(0, 0);
-    const float* beta = numbers.token + kOnValue * kChunkRows;
-    const auto q_at = [&](int at) { return s.row_of_P.at(at) + s.a_q.at(at); };
-    const auto k_at = [&](int at) {
-      float writing = s.b.at(at);
-#pragma unroll
-      for (int row = 0; row < chunk_16bit::kBlocks; ++row) writing += row >= at / 16 ? s.columns[row][at] : 0.0f;
-      return fmaf(beta[at], reading(s, at), writing);
-    };
-    q = make_float2(q.x + q_at(i), q.y + q_at(i + 8));
-    k = make_float2(k.x + k_at(i), k.y + k_at(i + 8));
-  }
-};
-
 // kGrouped: dq and dk are sums over the items of a key head, in registers. They leave no room for products beside those
 // that come before, which they then follow; nor does one warpgroup alone, whose sums of step 2 are twice as wide.
 template <DType kType, class Block, bool kGrouped>
 struct GradientGroup {
   static constexpr int kWidth = Block::kWidth, kWorkers = Block::kWorkers, kChannels = Block::kChannels;
-  static constexpr int kValueSteps = Block::kColumns / 16, kPairBlocks = Block::kPairColumns / 16;
+  static constexpr int kValueSteps = Block::kColumns / 16;
   static constexpr bool kFollows = kGrouped || Block::kWorkGroups == 1;
+  using OwnPairs = GradientPairs<kType, Block, kFollows>;
+  using PairFactors = typename OwnPairs::PairFactors;
+  static constexpr int kPairBlocks = OwnPairs::kPairBlocks;
   using Channels = OwnChannels<Block>;
   using ChannelRows = OwnRows<Block, !kGrouped>;
   using Keys = typename Block::Keys;
@@ -137,6 +45,8 @@ struct GradientGroup {
     group = at / 4;
     warp = at % 4;
   }
+
+  __device__ __forceinline__ OwnPairs own_pairs() const { return {args, s, group, warp, lane}; }
 
   __device__ __forceinline__ void release(TransactionBarrier& free) const {
     __syncwarp();
@@ -163,42 +73,6 @@ struct GradientGroup {
     for (int half = 0; half < 2; ++half) {
       const float sum = sum_over_lanes<4>(dot[half]);
       if (lane % 4 == 0) yv[16 * warp + lane / 4 + 8 * half] = sum;
-    }
-  }
-
-  // By what the products of step 2 are multiplied: numbers of the lane's two rows, and, of its pairs, the decay from
-  // one token to the other and the norm of the latter. Also sP of these pairs.
-  struct PairFactors {
-    float2 gamma, rstd, beta, on_P;
-    Pairs of_pair;
-    Fragments<kPairBlocks> sP;
-  };
-
-  __device__ __forceinline__ void load_row_factors(const GradientNumbers& numbers, PairFactors& factors) const {
-    const int i = 16 * warp + lane / 4;
-    const auto rows = [&](const float* of) { return make_float2(of[i], of[i + 8]); };
-    factors.gamma = rows(numbers.row + chunk_16bit::kGamma * kChunkRows);
-    factors.rstd = rows(numbers.row + chunk_16bit::kRstdOfK * kChunkRows);
-    factors.beta = rows(numbers.token + kOnValue * kChunkRows);
-    const float2 rstd_of_q = rows(numbers.row + chunk_16bit::kRstdOfQ * kChunkRows);
-    const float scale = args.chunk.problem.scale;
-    factors.on_P = make_float2(scale * rstd_of_q.x, scale * rstd_of_q.y);
-  }
-
-  __device__ __forceinline__ void make_pair_factors(const GradientNumbers& numbers, int block,
-                                                    PairFactors& factors) const {
-    const float* row = numbers.row + Block::kPairColumns * group;
-    const float2 gamma_i = factors.gamma;
-#pragma unroll
-    for (int n = 2 * block; n < 2 * block + 2; ++n) {
-      const float2 gamma_j = column_pair(row + chunk_16bit::kGamma * kChunkRows, n, lane);
-      const float2 rstd_j = column_pair(row + chunk_16bit::kRstdOfK * kChunkRows, n, lane);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const bool right = e % 2 == 1, lower = e / 2 == 1;
-        factors.of_pair[n][e] = (right ? rstd_j.y : rstd_j.x) *
-                                exp2_approx((lower ? gamma_i.y : gamma_i.x) - (right ? gamma_j.y : gamma_j.x));
-      }
     }
   }
 
@@ -261,12 +135,12 @@ struct GradientGroup {
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
     wgmma_commit();
-    load_row_factors(numbers, early.factors);
+    own_pairs().load_row_factors(numbers, early.factors);
     if constexpr (kFollows) {
       wgmma_wait<0>(X);
     } else {
 #pragma unroll
-      for (int block = 0; block < kPairBlocks; ++block) make_pair_factors(numbers, block, early.factors);
+      for (int block = 0; block < kPairBlocks; ++block) own_pairs().make_pair_factors(numbers, block, early.factors);
       wgmma_fence(early.dk);
       multiply_writes(early.dk);
       wgmma_commit();
@@ -279,92 +153,6 @@ struct GradientGroup {
       pack_a<kType>(X[2 * m], X[2 * m + 1], a);
       R.store_a(kGroupColumns * group + 16 * warp, m, lane, a);
     }
-  }
-
-  // M of the warpgroup's columns of pairs, and what the lane's two rows have of the sums.
-  struct PairSums {
-    Pairs M;
-    float2 of_P = {}, of_A = {}, below = {};
-  };
-
-  // Step 2 for blocks [kFrom, kTo) of the warpgroup's columns of pairs: dP becomes P' in the place of sP, dA becomes A' + A'^T,
-  // and both become sums of M. Without a branch on what products on their way have to do with: columns above the diagonal
-  // give zeros.
-  template <int kFrom, int kTo>
-  __device__ __forceinline__ void make_pairs(const GradientNumbers& numbers, PairFactors& factors, const Pairs& dP,
-                                             const Pairs& dA, const Pairs& kk, PairSums& sums) const {
-    const LowerTile P(s.P), A(s.A);
-    const int i = 16 * warp + lane / 4;
-    const float2 rstd_i = factors.rstd, on_P = factors.on_P, beta = factors.beta;
-#pragma unroll
-    for (int block = kFrom; block < kTo; ++block) {
-      const int m = kPairBlocks * group + block;
-      if constexpr (kFollows) {
-        make_pair_factors(numbers, block, factors);
-        P.load_a(16 * warp, m, lane, factors.sP[block]);
-      }
-      uint32_t p[4], a[4];
-      float p_operand[2][4], a_operand[2][4];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int n = 2 * block + h, j = 16 * kPairBlocks * group + 8 * n + 2 * (lane % 4);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const bool right = e % 2 == 1, lower = e / 2 == 1;
-          const int distance = i + (lower ? 8 : 0) - j - (right ? 1 : 0);
-          const float2 pair = unpack<kType>(factors.sP[block][2 * h + e / 2]);
-          const float f = factors.of_pair[n][e];
-          p_operand[h][e] = distance >= 0 ? (lower ? on_P.y : on_P.x) * f * dP[n][e] : 0.0f;
-          const float of_p = distance >= 0 ? dP[n][e] * (right ? pair.y : pair.x) : 0.0f;
-          const float x = -(dA[n][e] * ((lower ? rstd_i.y : rstd_i.x) * f)), b = lower ? beta.y : beta.x;
-          a_operand[h][e] = distance >= 1 ? b * x : 0.0f;
-          const float of_a = distance >= 1 ? x * kk[n][e] : 0.0f;
-          sums.M[n][e] = fmaf(b, of_a, of_p);
-          (lower ? sums.of_P.y : sums.of_P.x) += of_p;
-          (lower ? sums.of_A.y : sums.of_A.x) += of_a;
-          (lower ? sums.below.y : sums.below.x) += m < warp ? sums.M[n][e] : 0.0f;
-        }
-      }
-      pack_a<kType>(p_operand[0], p_operand[1], p);
-      P.store_a(16 * warp, m, lane, p);
-      pack_a<kType>(a_operand[0], a_operand[1], a);
-      if (m < warp) {
-        A.store_c_transposed(16 * m, warp, lane, a);
-      } else {  // strictly lower: the transposed block has its elements where this one has zeros
-        a[0] |= transpose_8x8(a[0]);
-        a[2] = transpose_8x8(a[1]);
-        a[3] |= transpose_8x8(a[3]);
-      }
-      if (m <= warp) A.store_a(16 * warp, m, lane, a);
-    }
-  }
-
-  __device__ __forceinline__ void leave_sums(const PairSums& sums) const {
-    const Pairs& M = sums.M;
-    const int i = 16 * warp + lane / 4;
-    chunk_16bit::store_column_sums<kPairBlocks>(s.sums.columns[warp] + 16 * kPairBlocks * group, kPairBlocks, lane, M);
-    const auto leave_rows = [&](float2 x, float* to) {
-      x = make_float2(sum_over_lanes<4>(x.x), sum_over_lanes<4>(x.y));
-      if (lane % 4 == 0) to[i] = x.x, to[i + 8] = x.y;
-    };
-    leave_rows(sums.of_P, s.sums.row_of_P.of[group]);
-    leave_rows(sums.of_A, s.sums.row_of_A.of[group]);
-    leave_rows(sums.below, s.sums.row_below.of[group]);
-    float diagonal[2][4];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        diagonal[h][e] = M[h][e];
-#pragma unroll
-        for (int block = 1; block < kPairBlocks; ++block) {
-          const float x = M[2 * block + h][e];
-          diagonal[h][e] = warp % kPairBlocks == block ? x : diagonal[h][e];
-        }
-      }
-    }
-    const float2 within = chunk_16bit::sums_within(diagonal[0], diagonal[1], lane);
-    if (lane % 4 == 0 && warp / kPairBlocks == group) s.sums.within[i] = within.x, s.sums.within[i + 8] = within.y;
   }
 
   // <S, G>: a row of a panel, or half of one, for each thread.
@@ -515,22 +303,22 @@ struct GradientGroup {
       wgmma_wait<0>(dq, dk, x);
       release(s.states_free);
     };
-    PairSums of_pairs;
+    typename OwnPairs::PairSums of_pairs;
     if constexpr (kFollows) {
       wgmma_wait<0>(dP, dA, kk);
-      make_pairs<0, kPairBlocks>(numbers, factors, dP, dA, kk, of_pairs);
+      own_pairs().template make_pairs<0, kPairBlocks>(numbers, factors, dP, dA, kk, of_pairs);
       s.sums_free.wait(turn % 2 ^ 1);
-      leave_sums(of_pairs);
+      own_pairs().leave_sums(of_pairs);
       read_states();
       end_reading();
     } else {
       read_states();
       wgmma_wait<1>(dP, dA, dk);
-      make_pairs<0, 1>(numbers, factors, dP, dA, kk, of_pairs);
+      own_pairs().template make_pairs<0, 1>(numbers, factors, dP, dA, kk, of_pairs);
       s.sums_free.wait(turn % 2 ^ 1);
       end_reading();
-      make_pairs<1, kPairBlocks>(numbers, factors, dP, dA, kk, of_pairs);
-      leave_sums(of_pairs);
+      own_pairs().template make_pairs<1, kPairBlocks>(numbers, factors, dP, dA, kk, of_pairs);
+      own_pairs().leave_sums(of_pairs);
     }
     forget();
     ChannelRows q_rows, k_rows;
