@@ -43,6 +43,20 @@ __device__ __forceinline__ void for_each_chunk_back(const ScanArgs& args, const 
   }
 }
 
+// By a warpgroup, for the parts of this block of which anything is to be done in the window: body() with the part in `work`, in
+// shared memory, where it takes no registers.
+template <class Shape, class Body>
+__device__ __forceinline__ void for_each_part_back(const ScanArgs& args, const PartRange& parts, int group,
+                                                   ScanWork& work, const Body& body) {
+  const auto barrier = [&] { group == 0 ? named_barrier<1>(kGroupThreads) : named_barrier<2>(kGroupThreads); };
+  for (int64_t at = parts.begin + blockIdx.x; at < parts.end; at += gridDim.x) {
+    barrier();
+    if (threadIdx.x % kGroupThreads == 0) work = back_work_at<Shape>(args, at);
+    barrier();
+    if (work.walk.exists) body();
+  }
+}
+
 // What warpgroup `group` of a block has: a range of 64 columns and all channels, or, of the only range, one of kParts parts of
 // the channels, kK each. All parts have the same Y and dv, which are left to one.
 template <int kK, int kParts>

@@ -287,8 +287,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     if constexpr (Shape::kTakesRegisters) take_registers<Shape::kStateRegisters>();
     typename Shape::Turn turn;
     const int group = warp / 4;
-    const auto find = [&](int64_t at) { return back_work_at<Shape>(args.chunk, at); };
-    for_each_found_part(parts, group, s.work[group], find, [&] {
+    for_each_part_back<Shape>(args.chunk, parts, group, s.work[group], [&] {
       const auto& [part, walk, is_tail] = s.work[group];
       const GradientColumns<Shape::kWidth, kGroups> own{args, part, walk, is_tail, group, warp % 4, lane};
       ChannelBackGroup<kType, Shape>{own, s}.run(turn);

@@ -161,24 +161,6 @@ __device__ __forceinline__ void release(TransactionBarrier& free, int lane) {
   if (lane == 0) free.arrive();
 }
 
-// A barrier among the threads of a warpgroup.
-__device__ __forceinline__ void group_barrier(int group) {
-  group == 0 ? named_barrier<1>(kGroupThreads) : named_barrier<2>(kGroupThreads);
-}
-
-// By a warpgroup, for the parts of this block of which anything is to be done in the window: body() with what find(at) found in
-// shared memory, where it takes no registers.
-template <class Work, class Find, class Body>
-__device__ __forceinline__ void for_each_found_part(const PartRange& parts, int group, Work& work, const Find& find,
-                                                    const Body& body) {
-  for (int64_t at = parts.begin + blockIdx.x; at < parts.end; at += gridDim.x) {
-    group_barrier(group);
-    if (threadIdx.x % kGroupThreads == 0) work = find(at);
-    group_barrier(group);
-    if (work.walk.exists) body();
-  }
-}
-
 // The columns of a warpgroup, one of kGroups that share the columns of a block; kK channels, of which kParts warpgroups have
 // others each.
 template <int kK, int kGroups, int kParts = 1>
