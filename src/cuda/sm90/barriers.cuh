@@ -48,14 +48,17 @@ struct TransactionBarrier {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&word)), "r"(bytes)
                  : "memory");
   }
-  // Until the phase of this parity has completed.
+  // Until the phase of this parity has completed. The thread sleeps meanwhile: without the time, in ns, it would ask again and
+  // again, and take a quarter of the instructions and accesses to shared memory from the warps that work (measured on an H200, a
+  // scan forward).
   __device__ __forceinline__ void wait(uint32_t parity) {
+    constexpr uint32_t kMostSleep = 1000000;
     uint32_t completed;
     do {
       asm volatile(
-          "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.b32 %0, 1, 0, p;\n\t}"
+          "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\n\tselp.b32 %0, 1, 0, p;\n\t}"
           : "=r"(completed)
-          : "r"(shared_address(&word)), "r"(parity)
+          : "r"(shared_address(&word)), "r"(parity), "n"(kMostSleep)
           : "memory");
     } while (completed == 0);
   }
