@@ -283,121 +283,157 @@ struct ChannelStateGroup {
     s.of_read.filled[turn.read.at].wait(turn.read.parity);
     s.of_solve.filled[turn.other.at].wait(turn.other.parity);
   }
-  // The state before chunk c as the product that advances it wants it, once it has been saved.
-  __device__ __forceinline__ void scale_state(int c, const typename Shape::Turns& turn, StateSums<kK>& S) const {
-    if constexpr (!kMaps && !kSends) {
-      if (own.args.state_width == 0 && own.args.chunk_states.present()) own.save_state(c, false, S);
-    }
+  // The state before chunk c as the product that advances it wants it.
+  __device__ __forceinline__ void scale_state(const typename Shape::Turns& turn, StateSums<kK>& S) const {
 #pragma unroll
     for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile(column_pair(s.total[turn.read.at], n, own.lane), S[n], S[n]);
   }
 
-  // S and O of a chunk are handed to the next one rounded, as in scan.cuh, and S scaled: ptxas would have sums that the loop
-  // brings wait for a product on its way. What the next chunk begins with is waited for beside the last products.
+  // What products read, and what a chunk hands to the next one, rounded.
+  struct Rounded {
+    Fragments<kKeySteps<kK>> S;
+    Fragments<kTokenSteps> o, R;
+  };
+
+  // As in scan.cuh, a turn of the loop ends where no product is on its way: with R^T in X, and O, and S, scaled, ready for the two
+  // products with R. What the next chunk begins with is waited for beside the last products.
   __device__ __forceinline__ void run() const {
     typename Shape::Turns turn;
-    const Walk& walk = own.walk;
-    const int warp = own.warp, lane = own.lane;
+    const int chunks = own.walk.chunks;
     StateSums<kK> S = {};
     if constexpr (kMaps) {
       own.begin_map(S);
     } else {
       own.load_first_state(S);
     }
-    Fragments<kKeySteps<kK>> rS;
-    round_sums<kType, kKeySteps<kK>>(S, rS);
-    [[maybe_unused]] Fragments<kTokenSteps> rO;
-    if (walk.chunks > 0) {
+    if (chunks > 0) {
+      Rounded rounded;
+      TokenSums X, O;
+      round_sums<kType, kKeySteps<kK>>(S, rounded.S);
       wait_for_chunk(turn);
-      scale_state(0, turn, S);
-    }
-    for (int c = 0; c < walk.chunks; ++c) {
-      if constexpr (!kMaps && !kSends) {
-        if (own.args.state_width > 0) own.save_rounded_state(c, rS);
-      }
-      const int first = turn.read.at, at = turn.other.at;
-      const uint32_t parity = turn.other.parity;
-      const KeyTile<kK> reader(s.read[first].reader), query(s.solve[at].query), writer(s.write[at].writer);
-      const LowerTile J(s.solve[at].J), sP(s.write[at].sP);
-      TokenSums X, Y, O;
-      wgmma_fence(X, rS);
-#pragma unroll
-      for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(X, rS[m], reader.along_rows(0, m), m > 0);
-      wgmma_commit();
-      ChannelValues values;
-      values.load(ValueTile(s.read[first].v[own.group]), s.beta[first], warp, lane);
-      if constexpr (kMaps) {
-        wgmma_wait<0>(X);
-      } else {
-        if constexpr (kSends) {
-          wait_taken(turn);  // later than without states, which take longer to leave
-          put_state(rS);
+      start_chunk(0, turn, S, X, rounded);
+      solve_chunk(0, turn, S, X, O, rounded);
+      for (int c = 1; c < chunks; ++c) {
+        const int at = turn.other.at;
+        advance(turn, S, X, O, rounded);
+        turn.next();
+        wait_for_chunk(turn);
+        if constexpr (kMaps) {
+          wgmma_wait<0>(S);
+        } else {
+          wgmma_wait<1>(S);
         }
-        if (c > 0) put_outputs(rO);
-        wgmma_fence(O);
-#pragma unroll
-        for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(O, rS[m], query.along_rows(0, m), m > 0);
-        wgmma_commit();
-        wgmma_wait<1>(X);
+        round_sums<kType, kKeySteps<kK>>(S, rounded.S);
+        start_chunk(c, turn, S, X, rounded);
+        if constexpr (!kMaps) {
+          wgmma_wait<1>(O);
+          round_sums<kType, kTokenSteps>(O, rounded.o);
+        }
+        release(s.of_write.free[at], own.lane);
+        solve_chunk(c, turn, S, X, O, rounded);
       }
-      Fragments<kTokenSteps> bD, R;
-#pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) {
-        values.template correct<kType>(m, X, bD[m]);
-        wgmma_fence(bD[m]);
-        wgmma<kType, kChunkRows>(Y, bD[m], J.along_rows(0, m), m > 0);
-      }
-      wgmma_commit();
-      release(s.of_read.free[first], lane);
-      if constexpr (!kMaps) {
-        if (kSends || c > 0) announce();
-      }
-      s.of_write.filled[at].wait(parity);
-      if constexpr (kMaps) {
-        wgmma_wait<0>(Y);
-      } else {
-        wgmma_wait<0>(Y, O);
-      }
-      release(s.of_solve.free[at], lane);
-#pragma unroll
-      for (int m = 0; m < kTokenSteps; ++m) {
-        pack_a<kType>(Y[2 * m], Y[2 * m + 1], R[m]);
-        m == 0 ? wgmma_fence(S, R[m]) : wgmma_fence(R[m]);
-        wgmma<kType, kK>(S, R[m], writer.along_columns(0, m));
-      }
-      wgmma_commit();
-      if constexpr (!kMaps) {
-        wgmma_fence(O);
-#pragma unroll
-        for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
-        wgmma_commit();
-        if constexpr (!kSends) wait_taken(turn);
-      }
-      turn.next();
-      const bool goes_on = c + 1 < walk.chunks;
-      if (goes_on) wait_for_chunk(turn);
+      advance(turn, S, X, O, rounded);
       if constexpr (kMaps) {
         wgmma_wait<0>(S);
       } else {
-        wgmma_wait<1>(S);
+        wgmma_wait<0>(S, O);
+        round_sums<kType, kTokenSteps>(O, rounded.o);
+        if constexpr (kSends) wait_taken(turn);
+        put_outputs(rounded.o);
+        announce();
       }
-      round_sums<kType, kKeySteps<kK>>(S, rS);
-      if (goes_on) scale_state(c + 1, turn, S);
-      if constexpr (!kMaps) {
-        wgmma_wait<0>(O);
-        round_sums<kType, kTokenSteps>(O, rO);
-      }
-      release(s.of_write.free[at], lane);
     }
     if constexpr (kMaps) {
       own.end_map(S);
     } else {
-      if (walk.chunks > 0) {
-        if constexpr (kSends) wait_taken(turn);
-        put_outputs(rO);
-        announce();
+      own.save_state(chunks, true, S);
+    }
+  }
+
+  // X = S^T reader^T, on its way after that.
+  __device__ __forceinline__ void start_chunk(int c, const typename Shape::Turns& turn, StateSums<kK>& S, TokenSums& X,
+                                              Rounded& rounded) const {
+    if constexpr (!kMaps && !kSends) {
+      if (own.args.state_width > 0) {
+        own.save_rounded_state(c, rounded.S);
+      } else if (own.args.chunk_states.present()) {
+        own.save_state(c, false, S);
       }
-      own.save_state(walk.chunks, true, S);
+    }
+    const KeyTile<kK> reader(s.read[turn.read.at].reader);
+    wgmma_fence(X, rounded.S);
+#pragma unroll
+    for (int m = 0; m < kKeySteps<kK>; ++m) {
+      wgmma<kType, kChunkRows>(X, rounded.S[m], reader.along_rows(0, m), m > 0);
+    }
+    wgmma_commit();
+  }
+
+  // From X on its way to R^T in its place; O = S^T query^T, and S scaled.
+  __device__ __forceinline__ void solve_chunk(int c, typename Shape::Turns& turn, StateSums<kK>& S, TokenSums& X,
+                                              TokenSums& O, Rounded& rounded) const {
+    const int first = turn.read.at, at = turn.other.at;
+    const KeyTile<kK> query(s.solve[at].query);
+    const LowerTile J(s.solve[at].J);
+    ChannelValues values;
+    values.load(ValueTile(s.read[first].v[own.group]), s.beta[first], own.warp, own.lane);
+    if constexpr (kMaps) {
+      wgmma_wait<0>(X);
+    } else {
+      if constexpr (kSends) {
+        wait_taken(turn);  // later than without states, which take longer to leave
+        put_state(rounded.S);
+      }
+      if (c > 0) put_outputs(rounded.o);
+      wgmma_fence(O);
+#pragma unroll
+      for (int m = 0; m < kKeySteps<kK>; ++m) {
+        wgmma<kType, kChunkRows>(O, rounded.S[m], query.along_rows(0, m), m > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<1>(X);
+    }
+    Fragments<kTokenSteps> bD;
+#pragma unroll
+    for (int m = 0; m < kTokenSteps; ++m) values.template correct<kType>(m, X, bD[m]);
+    wgmma_fence(X, bD);
+#pragma unroll
+    for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
+    wgmma_commit();
+    scale_state(turn, S);
+    release(s.of_read.free[first], own.lane);
+    if constexpr (!kMaps) {
+      if (kSends || c > 0) announce();
+    }
+    s.of_write.filled[at].wait(turn.other.parity);
+    if constexpr (kMaps) {
+      wgmma_wait<0>(X);
+    } else {
+      wgmma_wait<0>(X, O);
+    }
+    release(s.of_solve.free[at], own.lane);
+  }
+
+  // S = S + R^T writer and O = O + R^T sP, on their way after that.
+  __device__ __forceinline__ void advance(typename Shape::Turns& turn, StateSums<kK>& S, const TokenSums& X,
+                                          TokenSums& O, Rounded& rounded) const {
+    const auto& write = s.write[turn.other.at];
+    const KeyTile<kK> writer(write.writer);
+    const LowerTile sP(write.sP);
+    auto& R = rounded.R;
+#pragma unroll
+    for (int m = 0; m < kTokenSteps; ++m) {
+      pack_a<kType>(X[2 * m], X[2 * m + 1], R[m]);
+      m == 0 ? wgmma_fence(S, R[m]) : wgmma_fence(R[m]);
+      wgmma<kType, kK>(S, R[m], writer.along_columns(0, m));
+    }
+    wgmma_commit();
+    if constexpr (!kMaps) {
+      wgmma_fence(O);
+#pragma unroll
+      for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(O, R[m], sP.along_rows(0, m));
+      wgmma_commit();
+      if constexpr (!kSends) wait_taken(turn);
     }
   }
 };
