@@ -49,11 +49,12 @@ inline BesidePlan plan_beside(const BesideProblem& problem, int multiprocessors)
   const int64_t idle = multiprocessors - problem.scan_blocks, least = int64_t{multiprocessors} * problem.at_once;
   if (16 * idle < multiprocessors || problem.pairs <= least) return apart;  // nothing to gain
   const int64_t needed = problem.pairs - std::min(places * t * idle / problem.beside_cycles, problem.pairs);
-  const int64_t before = std::min((needed + least - 1) / least * least, problem.pairs);
+  // A last round that would be less than half full takes longer than it saves the scan.
+  const int64_t before = std::min((needed + least / 2) / least * least, problem.pairs);
   const BesidePlan plan{
       static_cast<int>(before), static_cast<int>(idle),
       before * f / multiprocessors + std::max(places * t, (problem.pairs - before) * problem.beside_cycles / idle)};
-  return before < problem.pairs ? plan : apart;
+  return before < problem.pairs && plan.cycles < apart.cycles ? plan : apart;
 }
 
 }  // namespace fastweight::cuda::chunk_sm90

@@ -51,48 +51,55 @@ bool may_be_beside(const DeltaRuleForwardProblem& problem, const ForwardArgs& ar
          (!chunk_16bit::has_decay_per_channel(problem) || makes_channel_factors_beside(problem.args.in, problem.sizes));
 }
 
-// .. with blocks of so many columns, for `chunks` of all rows. The cycles were measured on an H200 (K = V = 128, bf16): of
-// the factors with sP and without, for a pair and each of its value heads, and of a chunk in the scan beside them: what it
-// takes a block by itself, and, where there are many, what memory gives them all. Other K are taken to cost in proportion.
-BesideProblem beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& args, int columns, bool with_sP,
-                             int64_t chunks, int multiprocessors) {
+// The value columns of a scan's blocks, and whether they make sP, so that the factors need not.
+struct ScanBlocks {
+  int columns;
+  bool makes_sP;
+};
+
+int64_t count_blocks(const DeltaRuleSizes& sizes, int columns) {
+  return sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns);
+}
+
+// .. for `chunks` of all rows. The cycles were measured on an H200 (K = V = 128, bf16): of the factors with sP and without, for a
+// pair and each of its value heads, and of a chunk in the scan beside them: what it takes a block by itself, and, where there
+// are many, what memory gives them all. Other K are taken to cost in proportion.
+BesideProblem beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& args, const ScanBlocks& of, int64_t chunks,
+                             int multiprocessors) {
   const int K = padded_k(sizes.head_dim_k);
   const bool saves = args.chunk_states.present();  // which memory shows
-  const int64_t pair_cycles = with_sP ? 1160 + 2080 * sizes.group : 800 + 1300 * sizes.group;
-  const int64_t blocks = sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns);
-  const int64_t alone = columns == 64 ? (saves ? 3200 : 2100) : (saves ? 4700 : 3300);
-  const int64_t of_memory = columns == 64 ? (saves ? 36 : 24) : (saves ? 62 : 43);
+  const int64_t pair_cycles = of.makes_sP ? 800 + 1300 * sizes.group : 1160 + 2080 * sizes.group;
+  const int64_t blocks = count_blocks(sizes, of.columns);
+  const int64_t alone = of.columns == 64 ? (saves ? 3200 : 2100) : saves ? 4700 : of.makes_sP ? 3750 : 3250;
+  const int64_t of_memory = of.columns == 64 ? (saves ? 36 : 24) : (saves ? 62 : 43) + (of.makes_sP ? 0 : 12);
   const int64_t chunk_cycles = std::max(alone, of_memory * std::min<int64_t>(blocks, multiprocessors));
+  const int64_t percent_beside = saves ? 157 : of.makes_sP ? 110 : 105;
   return {.pairs = chunks * sizes.num_heads,
           .at_place = count_rows(args.problem.sequences) * sizes.num_heads,
           .pair_cycles = pair_cycles * K / 128,
-          .beside_cycles = pair_cycles * K / 128 *
-                           (saves     ? 175
-                            : with_sP ? 105
-                                      : 125) /
-                           100,
+          .beside_cycles = pair_cycles * K / 128 * percent_beside / 100,
           .chunk_cycles = chunk_cycles * K / 128,
           .scan_blocks = blocks,
-          .at_once = factor_groups(K, with_sP)};
+          .at_once = factor_groups(K, !of.makes_sP)};
 }
 
 // .. with decays per channel, where a pair is one of a chunk and a value head. Derived from times on an H200 (K = V = 128, bf16):
 //
 //     a pair before the scan    0.40 ms for 12288, whose 107 KB each are nearly all that memory gives meanwhile
-//     beside it                 longer by 238 / 207, as a window took with blocks that go from pair to pair
+//     beside it                 9700 cycles in that call, where memory has other work for 0.7 of the time
 //     what memory gives         0.37 ms of scan with B = 1, T = 8192, H = 96, with states before the chunks 0.45
-//     a chunk, 64 columns       0.63 ms with B = 2, T = 16384, H = 16 less the factors
+//     a chunk, 64 columns       0.35 ms of scan with B = 2, T = 16384, H = 16
 //     128 columns, states       taken to be in the proportions of the scan with one decay per head
 //
 // Beside a scan factors get what it leaves of memory's pace.
 BesideProblem channel_beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& args, int columns, int64_t chunks,
                                      int multiprocessors) {
-  constexpr int64_t kPair = 7700, kPairBeside = 8900, kPairOfMemory = 58;
+  constexpr int64_t kPair = 7700, kPairBeside = 7200, kPairOfMemory = 40;
   const int K = padded_k(sizes.head_dim_k);
   const bool saves = args.chunk_states.present();
-  const int64_t blocks = sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns);
+  const int64_t blocks = count_blocks(sizes, columns);
   const int64_t idle = std::max<int64_t>(multiprocessors - blocks, 0);
-  const int64_t alone = columns == 64 ? (saves ? 3900 : 2550) : (saves ? 5700 : 4000);
+  const int64_t alone = columns == 64 ? (saves ? 3900 : 2400) : (saves ? 5700 : 4000);
   const int64_t each = columns == 64 ? (saves ? 33 : 27) : (saves ? 66 : 54);
   const int64_t of_memory = each * std::min<int64_t>(blocks, multiprocessors);
   const int64_t chunk_cycles = std::max(alone, of_memory), left = std::max<int64_t>(chunk_cycles - of_memory, 1);
@@ -105,31 +112,37 @@ BesideProblem channel_beside_problem(const DeltaRuleSizes& sizes, const ForwardA
           .at_once = channel_factor_teams(K)};
 }
 
-// Where a head has several blocks, each would make it; two blocks of K <= 64 on a multiprocessor have no registers for it.
-bool leaves_sP_to_scan(const DeltaRuleSizes& sizes, int columns) {
-  return columns == 128 && sizes.head_dim_v <= columns;
+// Where a head has several blocks, each would make sP; two blocks of K <= 64 on a multiprocessor have no registers for it.
+bool may_make_sP(const DeltaRuleForwardProblem& problem, int columns) {
+  return columns == 128 && problem.sizes.head_dim_v <= columns && !chunk_16bit::has_decay_per_channel(problem);
 }
 
-// For so many chunks of all rows, with blocks of so many columns.
-BesidePlan plan_of(const DeltaRuleForwardProblem& problem, const ForwardArgs& args, int columns, int64_t chunks) {
+// For so many chunks of all rows.
+BesidePlan plan_of(const DeltaRuleForwardProblem& problem, const ForwardArgs& args, const ScanBlocks& of,
+                   int64_t chunks) {
   const DeltaRuleSizes& sizes = problem.sizes;
   const int multiprocessors = multiprocessors_of(problem);
-  return plan_beside(
-      chunk_16bit::has_decay_per_channel(problem)
-          ? channel_beside_problem(sizes, args, columns, chunks, multiprocessors)
-          : beside_problem(sizes, args, columns, !leaves_sP_to_scan(sizes, columns), chunks, multiprocessors),
-      multiprocessors);
+  return plan_beside(chunk_16bit::has_decay_per_channel(problem)
+                         ? channel_beside_problem(sizes, args, of.columns, chunks, multiprocessors)
+                         : beside_problem(sizes, args, of, chunks, multiprocessors),
+                     multiprocessors);
 }
 
-// Wide blocks, or narrow ones, whatever gives the shorter time with factors beside them. For all windows.
-int columns_of(const DeltaRuleForwardProblem& problem, const Context& context) {
+// Whatever gives the shortest time with factors beside the scan. For all windows.
+ScanBlocks blocks_of(const DeltaRuleForwardProblem& problem, const Context& context) {
   const DeltaRuleSizes& sizes = problem.sizes;
   const ForwardArgs args = cut_args(problem, context);
   if (!may_be_beside(problem, args) || padded_k(sizes.head_dim_k) != 128 || sizes.head_dim_v <= 64) {
-    return scan_columns(sizes, args, context.device.index);
+    const int columns = scan_columns(sizes, args, context.device.index);
+    return {columns, may_make_sP(problem, columns)};
   }
-  const auto cycles = [&](int columns) { return plan_of(problem, args, columns, args.num_chunks).cycles; };
-  return cycles(64) <= cycles(128) ? 64 : 128;
+  const auto cycles = [&](const ScanBlocks& of) { return plan_of(problem, args, of, args.num_chunks).cycles; };
+  ScanBlocks best{64, false};
+  for (const ScanBlocks& other : {ScanBlocks{128, true}, {128, false}}) {
+    if (other.makes_sP && !may_make_sP(problem, other.columns)) continue;
+    if (cycles(other) < cycles(best)) best = other;
+  }
+  return best;
 }
 
 // Of states [B, chunks, HV, V, channels], the last dimension first.
@@ -240,14 +253,15 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
 
 std::string config_text(const DeltaRuleForwardProblem& problem, const Context& context) {
   const int K = padded_k(problem.sizes.head_dim_k);
-  return "K " + std::to_string(K) + ", columns " + std::to_string(columns_of(problem, context)) + ", stages " +
+  return "K " + std::to_string(K) + ", columns " + std::to_string(blocks_of(problem, context).columns) + ", stages " +
          std::to_string(scan_stages(K)) + segments_text(cut_args(problem, context).segments.chunks);
 }
 
 void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
-  const int columns = columns_of(problem, context), segments = segment_chunks_of(problem, context);
+  const ScanBlocks of = blocks_of(problem, context);
+  const int segments = segment_chunks_of(problem, context);
   const auto window_plan = [&](const ForwardArgs& args) {
-    return may_be_beside(problem, args) ? plan_of(problem, args, columns, chunk_16bit::chunks_in_window(args))
+    return may_be_beside(problem, args) ? plan_of(problem, args, of, chunk_16bit::chunks_in_window(args))
                                         : BesidePlan{};
   };
   if (chunk_16bit::has_decay_per_channel(problem)) {
@@ -261,17 +275,16 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
       }
       const ChannelScanMaps maps =
           args.num_chunks > 0 ? channel_scan_maps(problem.args.in, problem.args.o, args) : ChannelScanMaps{};
-      args.problem.k.dtype == DType::kBF16 ? launch_channel_scan<DType::kBF16>(args, maps, columns, context)
-                                           : launch_channel_scan<DType::kF16>(args, maps, columns, context);
+      args.problem.k.dtype == DType::kBF16 ? launch_channel_scan<DType::kBF16>(args, maps, of.columns, context)
+                                           : launch_channel_scan<DType::kF16>(args, maps, of.columns, context);
     });
     return;
   }
-  const bool row_numbers = leaves_sP_to_scan(problem.sizes, columns);
   const auto advance = [&](ForwardArgs args) {
     ScanMaps maps{};
     if (args.num_chunks > 0) {
       maps = scan_maps(problem.args.in, problem.args.o, args);
-      FactorOrder order = factor_order(args, !row_numbers, multiprocessors_of(problem));
+      FactorOrder order = factor_order(args, !of.makes_sP, multiprocessors_of(problem));
       if (const BesidePlan plan = window_plan(args); plan.beside > 0) {
         order.before = plan.before;
         order.beside = plan.beside;
@@ -281,12 +294,12 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context) {
       launch_factors(args, maps, order, context);
     }
     if (args.problem.k.dtype == DType::kBF16) {
-      launch_scan<DType::kBF16>(args, maps, columns, !row_numbers, context);
+      launch_scan<DType::kBF16>(args, maps, of.columns, !of.makes_sP, context);
     } else {
-      launch_scan<DType::kF16>(args, maps, columns, !row_numbers, context);
+      launch_scan<DType::kF16>(args, maps, of.columns, !of.makes_sP, context);
     }
   };
-  chunk_16bit::forward_in_windows(problem, context, row_numbers, segments, advance);
+  chunk_16bit::forward_in_windows(problem, context, of.makes_sP, segments, advance);
 }
 
 }  // namespace fastweight::cuda::chunk_sm90
