@@ -243,7 +243,7 @@ void compute_factors(const Problem& problem, const ChunkArgs& args, const Contex
 }
 
 // A forward that keeps nothing stays below half a gigabyte of scratch memory, however long its input is.
-inline constexpr size_t kMostFactorBytes = size_t{448} << 20;
+inline constexpr size_t kMostFactorBytes = size_t{480} << 20;
 
 struct ForwardScratch {
   int64_t* first_chunk;
