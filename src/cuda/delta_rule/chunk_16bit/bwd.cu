@@ -104,8 +104,13 @@ Windows back_windows(const DeltaRuleBackwardProblem& problem, const chunk_sm90::
   one.take<uint16_t>(problem.sizes.num_value_heads * V * (K + kChunkRows));
   take_share_of_maps(one, chunk, chunk_sm90::kBackMapParts);
   const auto count = [&](size_t most) { return count_for(chunk, one.bytes(), most, context); };
-  const bool much = !has_decay_per_channel(problem) && count(kMuch) > 1;
-  return windows_of(chunk, std::max(count(kMost), much ? std::min(count(kOfWindow), kMostWindows) : 1));
+  int64_t wanted = count(kMost);
+  if (!has_decay_per_channel(problem)) {
+    if (count(kMuch) > 1) wanted = std::max(wanted, std::min(count(kOfWindow), kMostWindows));
+  } else if (problem.args.kept.present()) {
+    wanted = std::max(wanted, count(kMuch));
+  }
+  return windows_of(chunk, wanted);
 }
 
 struct Scratch {
