@@ -45,8 +45,8 @@ struct Tokens {
   float beta[kChunkRows];
 };
 
-// Sums of squares of the rows of q, over half of the channels each.
-using QuerySquares = float[2][kChunkRows];
+// Sums of squares of the rows of q.
+using QuerySquares = float[kChunkRows];
 
 struct FactorScratch {
   InverseScratch inverse;
@@ -77,10 +77,12 @@ struct QuerySteps {
   QuerySquares& squares;
   int warp, lane;  // within the warpgroup
 
-  // Of half a row, by a thread. The eight rows that lanes read at once are in different banks.
+  // The 16 rows of q whose products with k the warp has, half a row by a lane: no other warp waits for it. The eight rows that
+  // lanes read at once are in different banks.
+  __device__ __forceinline__ int own_row() const { return 16 * warp + lane % 16; }
   __device__ __forceinline__ void sum_squares(const unsigned char* q) const {
     if (!problem.qk_l2norm) return;
-    const int thread = kWarpSize * warp + lane, row = thread % kChunkRows, half = thread / kChunkRows;
+    const int row = own_row(), half = lane / 16;
     constexpr int kSegments = kK == 64 ? 4 : 8;  // of eight channels, of a panel
     constexpr int kPanels = (kK + 127) / 128;
     const int first = kK == 64 ? half * kSegments : 0, panel = kK == 64 ? 0 : half * kPanels;
@@ -96,9 +98,10 @@ struct QuerySteps {
         sum[1] = fmaf(x.y, x.y, sum[1]);
       }
     }
-    squares[half][row] = sum[0] + sum[1];
+    const float of_half = sum[0] + sum[1], of_row = of_half + __shfl_xor_sync(kAllLanes, of_half, 16);
+    if (half == 0) squares[row] = of_row;
   }
-  __device__ __forceinline__ float rstd(int row) const { return rstd_of(problem, squares[0][row] + squares[1][row]); }
+  __device__ __forceinline__ float rstd(int row) const { return rstd_of(problem, squares[row]); }
 
   // The factor of row i on q_i S.
   __device__ __forceinline__ float on_read(int i, float gamma) const {
@@ -264,7 +267,7 @@ struct FactorSteps {
   }
 };
 
-// sP of a chunk, from gamma and the norms of k: first multiply, then, after a barrier of the warpgroup, apply_decays.
+// sP of a chunk, from gamma and the norms of k. A warp has 16 rows of it, and waits for no other.
 template <DType kType, int kK>
 struct ScoreSteps {
   QuerySteps<kType, kK> queries;
@@ -274,6 +277,7 @@ struct ScoreSteps {
     wgmma_commit();
     queries.sum_squares(of_q);
     wgmma_wait<0>(qk);
+    __syncwarp();
   }
 
   template <class Results>

@@ -91,22 +91,25 @@ struct ScoreGroup {
     args.factors.row[(item * kRowNumbers + chunk_16bit::kRstdOfQ) * kChunkRows + i] = rstd;
   }
 
-  // sP and the factor on q S of chunk c, whose operands are there. Two turns use different squares.
+  // The warp's rows of sP and of the factors on q S of chunk c.
   __device__ __forceinline__ void make_scores(int c, const Turn& turn) const {
     auto& late = s.late[turn.late.at];
     const float *gamma = late.row + chunk_16bit::kGamma * kChunkRows,
                 *rstd_k = late.row + chunk_16bit::kRstdOfK * kChunkRows;
-    const ScoreSteps<kType, Shape::kWidth> steps{{args.problem, s.squares[turn.odd], warp, lane}};
+    const ScoreSteps<kType, Shape::kWidth> steps{{args.problem, s.squares, warp, lane}};
     Gram qk;
     s.of_late.filled[turn.late.at].wait(turn.late.parity);
     s.of_early.filled[turn.early.at].wait(turn.early.parity);
     steps.multiply(s.early[turn.early.at].q, late.k, qk);
-    if (keeps() && lane == 0) wait_stores_read<0>();  // of the warp's rows of sP, three chunks ago
-    named_barrier<3>(kGroupThreads);
+    if (lane == 0) s.of_early.free[turn.early.at].arrive();
+    if (keeps()) {
+      if (lane == 0) wait_stores_read<0>();  // of these rows of sP, three chunks ago
+      __syncwarp();
+    }
     steps.apply_decays(gamma, rstd_k, qk, StageScores<kType>{LowerTile(late.sP), lane});
-    const int i = kWarpSize * warp + lane;
+    const int i = steps.queries.own_row();
     const int64_t item = item_at(args, s, c);
-    if (i < kChunkRows) {
+    if (lane < 16) {
       const float on_read = steps.queries.on_read(i, gamma[i]);
       late.token[kOnQueryRead * kChunkRows + i] = on_read;
       if (keeps()) keep_numbers(item, i, on_read, steps.queries.rstd(i));
@@ -316,7 +319,6 @@ struct WorkGroup {
       if (m + kAhead < kTokenSteps) values.load_numbers(m + kAhead, token, lane);
       values.template correct<kType>(m, X, bD[m]);
     }
-    const bool made = Shape::kMakesP && s.made[turn.late.at].ask(turn.late.parity);
     wgmma_fence(X, bD);
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, bD[m], J.along_rows(0, m), m > 0);
@@ -325,8 +327,7 @@ struct WorkGroup {
     scale_state(turn, S);
     wgmma_wait<1>(O);
     if constexpr (Shape::kHalves) hand_O(O);
-    if constexpr (Shape::kMakesP) s.made[turn.late.at].wait(turn.late.parity, made);
-    arrive(s.of_early.free[turn.early.at]);  // who makes sP has read q, too
+    arrive(s.of_early.free[turn.early.at]);
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) on_write[n] = token_pair(token, kOnWrite, n, lane);
     wgmma_wait<0>(X);
@@ -347,6 +348,7 @@ struct WorkGroup {
     }
     wgmma_commit();
     round_sums<kType, kTokenSteps>(X, R);
+    if constexpr (Shape::kMakesP) s.made[turn.late.at].wait(turn.late.parity);  // sP and the factors on q S
     scale_outputs(late.token, O);
     wgmma_fence(O, R);
 #pragma unroll
@@ -495,7 +497,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
     s.of_late.init(Shape::kWarps);
-    s.of_early.init(Shape::kWarps);
+    s.of_early.init(Shape::kWarps + Shape::kScoreWarps);
     for (TransactionBarrier& made : s.made) made.init(kGroupWarps);
     for (TransactionBarrier* barrier : {&s.S.there, &s.S.taken, &s.R.there, &s.R.taken}) barrier->init(kGroupWarps);
     s.there.init(Shape::kColumns / kGroupColumns * kGroupWarps);

@@ -85,7 +85,7 @@ struct Block {
     Handed<StateTile<kK>> S;
     Handed<WritesTile> R;
     float total[kLateDepth][4];
-    QuerySquares squares[kMakesP ? 2 : 1];
+    QuerySquares squares;
     RingBarriers<kLateDepth> of_late;
     RingBarriers<kEarlyDepth> of_early;
     TransactionBarrier made[kLateDepth];
