@@ -8,6 +8,7 @@
 namespace fastweight::test {
 namespace {
 
+using cuda::chunk_sm90::kLongSegmentChunks;
 using cuda::chunk_sm90::kSegmentChunks;
 using cuda::chunk_sm90::segment_chunks;
 using cuda::chunk_sm90::segments_of;
@@ -20,7 +21,9 @@ constexpr int kNever = -1;
 TEST(Sm90SegmentPlan, HeadsAndDeviceDecide) {
   EXPECT_EQ(segment_chunks(1, 132, 0), kSegmentChunks);
   EXPECT_EQ(segment_chunks(8, 132, 0), kSegmentChunks);
-  EXPECT_EQ(segment_chunks(12, 132, 0), kSegmentChunks);
+  EXPECT_EQ(segment_chunks(9, 132, 0), kLongSegmentChunks);
+  EXPECT_EQ(segment_chunks(13, 132, 0), kLongSegmentChunks);
+  EXPECT_EQ(segment_chunks(14, 132, 0), 0);
   EXPECT_EQ(segment_chunks(16, 132, 0), 0);
   EXPECT_EQ(segment_chunks(8, 132, kNever), 0);
   EXPECT_EQ(segment_chunks(96, 132, 5), 5);

@@ -24,10 +24,17 @@
 //     N / P (t_m + t_o) + N / n t_c       if there are P segments or more        N t_o without segments
 //
 // On an H200 t_o = 1.2 us, from times of whole calls; t_m = 1.4 and t_c = 1.4 are estimates. A sequence of 8192 tokens takes
-// 0.110 ms instead of 0.174 with 8 heads of GDN, and 0.20 instead of 0.23 with 12 of KDA. P = 5 gives 0.43 + 0.07 of the
+// 0.112 ms instead of 0.174 with 8 heads of GDN, and 0.17 instead of 0.23 with 12 of KDA. P = 5 gives 0.43 + 0.07 of the
 // time without; P = 4, with 16 heads on 132 multiprocessors, 0.54 + 0.07, which two such sequences at once already lose. So
-// a head count is cut from P = 5 on, in both directions. n = 16 is where a sequence of 8192 tokens and 8 heads has one wave
-// of blocks; fewer chunks make the composition longer than the scans.
+// a head count is cut from P = 5 on, in both directions.
+//
+// n = 16 is where a sequence of 8192 tokens and 8 heads has one wave of blocks; fewer chunks make the composition longer than
+// the scans. With P below 8 it would have two waves, the second half empty, and n = 26 gives it one: four segments, and what is
+// left of it beside them. 12 heads of KDA, forward, in ms:
+//
+//     tokens   4096    6144    8192    12288   16384   32768
+//     n = 16   0.115   0.153   0.196   0.290   0.333   0.606
+//     n = 26   0.114   0.156   0.173   0.271   0.326   0.570
 //
 // The bits of a sequence must not depend on the batch, so a batch that would fill the device by itself is cut as well, and
 // its scans take up to (t_m + t_o) / t_o as long: 16 sequences of 8192 tokens and 8 heads take 1.11 ms instead of 0.52. Short
@@ -44,14 +51,16 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
-inline constexpr int kSegmentGroup = 4;    // segments that a sequence has, or multiples
-inline constexpr int kSegmentChunks = 16;  // n
-inline constexpr int kLeastAtOnce = 5;     // P
+inline constexpr int kSegmentGroup = 4;                            // segments that a sequence has, or multiples
+inline constexpr int kSegmentChunks = 16, kLongSegmentChunks = 26;  // n
+inline constexpr int kLeastAtOnce = 5, kManyAtOnce = 8;             // P, for any segments and for the short ones
 
 // The chunks of a segment; 0: no sequence is cut. Nothing but heads, device and the caller's wish decides.
 constexpr int segment_chunks(int64_t value_heads, int multiprocessors, int wish) {
   if (wish != 0) return wish > 0 ? wish : 0;
-  return 2 * value_heads * kLeastAtOnce <= multiprocessors ? kSegmentChunks : 0;
+  const int64_t blocks = 2 * value_heads;
+  if (blocks * kManyAtOnce <= multiprocessors) return kSegmentChunks;
+  return blocks * kLeastAtOnce <= multiprocessors ? kLongSegmentChunks : 0;
 }
 
 // How many segments a sequence has.
