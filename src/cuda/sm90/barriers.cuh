@@ -56,7 +56,8 @@ struct TransactionBarrier {
     uint32_t completed;
     do {
       asm volatile(
-          "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\n\tselp.b32 %0, 1, 0, p;\n\t}"
+          "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\n\tselp.b32 %0, 1, 0, "
+          "p;\n\t}"
           : "=r"(completed)
           : "r"(shared_address(&word)), "r"(parity), "n"(kMostSleep)
           : "memory");

@@ -51,7 +51,7 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
-inline constexpr int kSegmentGroup = 4;                            // segments that a sequence has, or multiples
+inline constexpr int kSegmentGroup = 4;                             // segments that a sequence has, or multiples
 inline constexpr int kSegmentChunks = 16, kLongSegmentChunks = 26;  // n
 inline constexpr int kLeastAtOnce = 5, kManyAtOnce = 8;             // P, for any segments and for the short ones
 
