@@ -114,7 +114,7 @@ TEST_P(Sm90Decays, NothingOfTheNextSequence) {
 
 // Kept in the type of k they are those of fp32, rounded, in either order of K and V.
 TEST_P(Sm90Decays, ChunkStatesInTheTypeOfK) {
-  const int64_t many = emulated() ? 3 : 67;  // with blocks of 128 columns
+  const int64_t many = heads_of_wide_blocks();
   for (const auto& [v_first, heads] : {std::pair<bool, int64_t>{true, 2}, {true, many}, {false, 2}}) {
     DeltaRuleSpec spec = with_heads(spec_of_length(200), heads, 1);
     spec.K -= 8;
@@ -130,7 +130,7 @@ TEST_P(Sm90Decays, ChunkStatesInTheTypeOfK) {
 // Whether states are kept, and in which type, changes no bit of the outputs. Of blocks of 128 columns some leave by TMA.
 TEST(Sm90DeltaRuleForward, KeptStatesDoNotShow) {
   for (Gate gate : {Gate::kNone, Gate::kPerHead, Gate::kPerChannel}) {
-    DeltaRuleSpec spec = with_heads(wide(gate, 200), emulated() ? 3 : 67, 1);
+    DeltaRuleSpec spec = with_heads(wide(gate, 200), heads_of_wide_blocks(), 1);
     const DeltaRuleCase problem = draw(spec, 25);
     std::string line;
     Context context = context_for("chunk_sm90");
@@ -248,7 +248,7 @@ TEST_P(Sm90Decays, TwoRunsHaveTheSameBits) {
 
 // Many heads have blocks of 128 columns, one alone has two of 64: the same bits.
 TEST_P(Sm90Decays, ColumnsOfABlockChangeNoBit) {
-  const int64_t heads = emulated() ? 3 : 67;
+  const int64_t heads = heads_of_wide_blocks();
   const DeltaRuleCase all = draw(with_heads(spec_of_length(100), heads, 1), 11);
   DeltaRuleCase one = all;
   one.spec.H = one.spec.HV = 1;
@@ -263,7 +263,7 @@ TEST_P(Sm90Decays, ColumnsOfABlockChangeNoBit) {
 // Factors that the forward kept, of few heads or many, are those that the backward would make again.
 TEST_P(Sm90Decays, GradientsFromKeptFactors) {
   const bool many = std::get<0>(GetParam()) == Gate::kPerHead;
-  DeltaRuleSpec spec = with_heads(spec_of_length(70), 1, !many ? 2 : emulated() ? 3 : 67);
+  DeltaRuleSpec spec = with_heads(spec_of_length(70), 1, many ? heads_of_wide_blocks() : 2);
   spec.options.qk_l2norm = true;
   const DeltaRuleCase problem = draw(spec, 20);
   const Context context = context_for("chunk_sm90"), back = context_for("chunk_16bit");

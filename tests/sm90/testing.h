@@ -25,6 +25,10 @@ class NeedsHopper : public ::testing::Environment {
 [[maybe_unused]] inline ::testing::Environment* const g_needs_hopper =
     ::testing::AddGlobalTestEnvironment(new NeedsHopper);
 
+// Value heads of up to 128 columns with which a block of a scan has all columns of one: of half of them each block would
+// have a multiprocessor. Also in a reduced run on a device.
+inline int64_t heads_of_wide_blocks() { return cuda_devices().front().multiprocessors / 2 + 1; }
+
 // Small whole numbers: products of such matrices are exact in every type and order.
 inline Tensor draw_integers(DType dtype, std::vector<int64_t> shape, int64_t most, uint64_t seed) {
   Tensor x(dtype, std::move(shape));
