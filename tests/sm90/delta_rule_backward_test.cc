@@ -152,7 +152,7 @@ TEST_P(Sm90DecayBackward, TwoRunsHaveTheSameBits) {
 
 // Many heads have blocks of 128 columns, one alone has two of 64: the same bits.
 TEST_P(Sm90DecayBackward, ColumnsOfABlockChangeNoBit) {
-  const int64_t heads = emulated() ? 3 : 67;
+  const int64_t heads = heads_of_wide_blocks();
   const DeltaRuleCase all = draw(with_heads(spec_of_length(100), heads, 1), 11);
   DeltaRuleCase one = all;
   one.spec.H = one.spec.HV = 1;
@@ -398,6 +398,36 @@ TEST(Sm90Backward, ManyPairsForABlock) {
       problem.g.set((16 * chunk * heads + 1) * spec.K + 5, spec.options.gate_in_kernel ? 200 : -200);
     }
     expect_as_reference(problem);
+  }
+}
+
+// A row alone leaves most of the device to the gradients, which begin when the scan back has left a chunk. With many rows
+// none of it is left, and they begin when it has ended.
+TEST(Sm90Backward, GradientsBesideTheScanBackChangeNoBit) {
+  for (const auto& [gate, widths] : first<std::pair<Gate, Widths>>({{Gate::kPerHead, {128, 128}},
+                                                                    {Gate::kPerChannel, {128, 128}},
+                                                                    {Gate::kPerChannel, {64, 64}},
+                                                                    {Gate::kNone, {64, 136}},
+                                                                    {Gate::kPerChannel, {128, 200}}},
+                                                                   3)) {
+    const int64_t rows = cuda_devices().front().multiprocessors;
+    DeltaRuleSpec spec = with_batch(with_heads(sized(gate, 16 * (emulated() ? 9 : 60) - 3, widths), 1, 1), rows);
+    spec.options.chunk_size = 16;
+    const DeltaRuleCase all = draw(spec, 28);
+    DeltaRuleCase one = all;
+    one.spec.B = 1;
+    for (Tensor* x : {&one.q, &one.k, &one.v, &one.g, &one.beta, &one.d_o, &one.initial_state, &one.d_final_state}) {
+      if (x->present()) *x = slice(*x, 0, 1, 2);
+    }
+    Context windows = context();
+    windows.scratch_bytes = 1;
+    const DeltaRuleResults of_all = run(all), of_one = run(one), in_windows = support::backward(one, windows);
+    for (const char* name : {"dq", "dk", "dv", "dg", "dbeta", "d_initial_state"}) {
+      if (!of_all.find(name)->present()) continue;
+      const Tensor expected = slice(*of_all.find(name), 0, 1, 2);
+      EXPECT_TRUE(support::same_bits(*of_one.find(name), expected)) << name << " of " << describe(spec);
+      EXPECT_TRUE(support::same_bits(*in_windows.find(name), expected)) << name << " in windows of " << describe(spec);
+    }
   }
 }
 

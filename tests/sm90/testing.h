@@ -25,8 +25,8 @@ class NeedsHopper : public ::testing::Environment {
 [[maybe_unused]] inline ::testing::Environment* const g_needs_hopper =
     ::testing::AddGlobalTestEnvironment(new NeedsHopper);
 
-// Value heads of up to 128 columns with which a block of a scan has all columns of one: of half of them each block would
-// have a multiprocessor. Also in a reduced run on a device.
+// So many value heads of up to 128 columns that a block of a scan has all columns of one: with fewer heads there is a
+// multiprocessor for every block of 64.
 inline int64_t heads_of_wide_blocks() { return cuda_devices().front().multiprocessors / 2 + 1; }
 
 // Small whole numbers: products of such matrices are exact in every type and order.

@@ -1,6 +1,8 @@
 // What a block of the gradients' kernels works on, item by item, and the copies of its operands to shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/delta_rule/chunk_16bit/gradient.cuh"
 
 namespace fastweight::cuda::chunk_16bit {
@@ -58,20 +60,31 @@ __device__ __forceinline__ void find_next(const ChunkArgs& args, const Item& ite
 }
 
 // Pair n in the order in which the scan back leaves them: the last chunks of all rows first.
-__device__ __forceinline__ int64_t pair_from_the_end(const ChunkArgs& args, int64_t n) {
+template <class Index = int64_t>
+__device__ __forceinline__ Index pair_from_the_end(const ChunkArgs& args, std::type_identity_t<Index> n) {
   const Sequences& sequences = args.problem.sequences;
   const int heads = args.problem.num_value_heads / args.problem.group;
   const bool one_row = sequences.offsets != nullptr;
-  const int64_t rows = one_row ? 1 : sequences.count, width = args.window.width();
+  const Index rows = one_row ? 1 : static_cast<Index>(sequences.count), width = static_cast<Index>(args.window.width());
   const int64_t end = one_row ? min(args.chunked.first_chunk[sequences.count], args.window.end) : args.window.end;
-  const int64_t turn = n / heads, position = end - args.window.begin - 1 - turn / rows;
-  return (position < 0 ? rows * width : turn % rows * width + position) * heads + n % heads;
+  const Index turn = n / heads, head = n - turn * heads, place = turn / rows, row = turn - place * rows;
+  const Index position = static_cast<Index>(end - args.window.begin) - 1 - place;
+  return (position < 0 ? rows * width : row * width + position) * heads + head;
 }
 
-// With one decay per head a block takes one pair of a chunk and a key head after the other: beside the scan back whichever
-// is next, after it every gridDim.x-th. By one thread.
-__device__ __forceinline__ int64_t first_pair(const GradientArgs& args) {
-  return args.progress.present() ? pair_from_the_end(args.chunk, claim(args.progress.counter)) : int64_t{blockIdx.x};
+// Where a block takes one pair of a chunk and a key head after the other: beside the scan back whichever is next, after it
+// every gridDim.x-th. By one thread.
+template <class Index = int64_t>
+__device__ __forceinline__ Index first_pair(const GradientArgs& args) {
+  if (!args.progress.present()) return static_cast<Index>(blockIdx.x);
+  return pair_from_the_end<Index>(args.chunk, claim(args.progress.counter));
+}
+// After the item, if that is the last one of its pair.
+template <class Index = int64_t>
+__device__ __forceinline__ Index pair_after(const GradientArgs& args, const Item& item) {
+  const auto pair = static_cast<Index>(item.pair);
+  if (!args.progress.present()) return pair + static_cast<Index>(gridDim.x);
+  return item.last ? pair_from_the_end<Index>(args.chunk, claim(args.progress.counter)) : pair;
 }
 
 // Whether the scan back has left what the item needs.

@@ -169,14 +169,15 @@ struct ChannelBringer {
   }
 
   __device__ __forceinline__ void name_first() const {
-    chunk_16bit::first_item<kWidth, int>(args.chunk, blockIdx.x, s.next[0]);
+    chunk_16bit::first_item<kWidth, int>(args.chunk, chunk_16bit::first_pair<int>(args), s.next[0]);
     s.next_keys = 0;
   }
   __device__ __forceinline__ void name_next(const Item& item, uint32_t turn) const {
     if (item.first) ++s.next_keys;
     // From a place that nobody knows: nothing of it is computed before the loop and kept in registers.
-    const ChunkArgs& chunk = (&args.chunk)[opaque(0)];
-    chunk_16bit::find_next<kWidth, int>(chunk, item, item.pair + gridDim.x, s.next[(turn + 1) % 2]);
+    const GradientArgs& anew = (&args)[opaque(0)];
+    chunk_16bit::find_next<kWidth, int>(anew.chunk, item, chunk_16bit::pair_after<int>(anew, item),
+                                        s.next[(turn + 1) % 2]);
   }
   __device__ __forceinline__ void name_items() const {
     name_first();
@@ -196,6 +197,7 @@ struct ChannelBringer {
     load_copy<kWidth>(s.reader, maps.keys, kReader, factors, s.first_filled);
     const int column = column_of<kRanges>(item);
     load_panels(Keys(s.v), maps.v, column, args.chunk.problem.head_dim_v, at, s.first_filled);
+    wait_until_left(args, item);
     load_rows(WrittenTile(s.Y), maps.Y, column, args.padded_v, static_cast<int>(item.slot), s.first_filled);
   }
   __device__ __forceinline__ void bring_states(const Item& item, uint32_t busy) const {
@@ -212,6 +214,7 @@ struct ChannelBringer {
     load_panels(Keys(s.d_o), maps.d_o, column, args.chunk.problem.head_dim_v, rows_of(item, item.head),
                 s.second_filled);
     s.third_filled.arrive_expecting(StatesTile::kBytes);
+    wait_until_left(args, item);
     load_rows(StatesTile(s.G), maps.G, column, args.padded_v, static_cast<int>(item.slot), s.third_filled);
   }
   __device__ __forceinline__ void bring_pairs(int factors, uint32_t busy) const {

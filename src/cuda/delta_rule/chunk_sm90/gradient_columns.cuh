@@ -247,9 +247,16 @@ struct BackStorer {
     wait_stores_read<0>();
   }
 
+  // What tells the gradients that the columns have been left.
+  __device__ __forceinline__ uint32_t* flag_of(int64_t chunk, int head, int column) const {
+    if (!args.progress.present() || column >= args.padded_v) return nullptr;
+    return args.progress.ready_at(chunk * args.chunk.problem.num_value_heads + head) + column / kGroupColumns;
+  }
+
   __device__ __forceinline__ void run(const PartRange& parts) const {
     auto& barriers = s.barriers_of_leaving;
     uint32_t parity = 0;
+    uint32_t* flag = nullptr;  // of the chunk before: its stores have ended when those of the next one begin, or nearly
     if (args.waits_late) wait_for_previous_kernels();
     for_each_chunk_back<Shape>(args.chunk, parts, [&](const ScanPart& part, const Walk& walk, int c) {
       const int column = part.column + share().range() * kGroupColumns;
@@ -260,6 +267,11 @@ struct BackStorer {
       store_G(column, slot);
       finish();
       barriers.G_left[group].arrive();
+      if (flag != nullptr) {
+        wait_stores<1>();
+        publish(flag);
+      }
+      flag = flag_of(chunk, part.head, column);
       if (share().leaves_Y()) {
         barriers.Y_ready[group].wait(parity);
         store_Y(rows_of(args.chunk, walk, c, part.head), column, slot);
@@ -268,6 +280,10 @@ struct BackStorer {
       }
       parity ^= 1;
     });
+    if (flag != nullptr) {
+      wait_stores<0>();
+      publish(flag);
+    }
   }
 };
 

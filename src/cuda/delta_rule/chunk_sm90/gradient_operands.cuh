@@ -53,7 +53,8 @@ struct GradientSums {
 // The kernel may start beside the scan back and, where that one waits late, beside the gradients of the window before.
 // Until it waits, for G and Y, it reads the places of the chunks, k, q, v, d_o, the factors with their numbers per row, and
 // S, all complete before the first of these scans back, and writes no global memory. Then the scan back over the next window
-// may start if it follows, which finds free multiprocessors when the first blocks have no pairs left.
+// may start if it follows, which finds free multiprocessors when the first blocks have no pairs left. Or it waits for G and Y
+// of one item after the other (BackProgress), on multiprocessors that the scan back leaves idle; then none follows early.
 //
 // For a padded K and kGroups warpgroups that work.
 template <int kK, int kGroups>
@@ -126,6 +127,13 @@ __device__ __forceinline__ void load_rows(const Tile& tile, const TensorMap& map
   }
 }
 
+// Until the scan back has left G and Y of the item, where it runs beside.
+__device__ __forceinline__ void wait_until_left(const GradientArgs& args, const Item& item) {
+  if (!args.progress.present()) return;
+  while (!chunk_16bit::is_ready(args, item)) continue;
+  fence_async_proxy_global();
+}
+
 // The first value column of the item. kRanges: a head has several items, each with a range of its columns.
 template <bool kRanges>
 __device__ __forceinline__ int column_of(const Item& item) {
@@ -183,10 +191,11 @@ struct Bringer {
     for (int p = 0; p < StatesTile::kPanels; ++p) {
       load_box(S.panel(p), maps.S, {p * StatesTile::kPanelColumns, column, item.head, chunk, at.batch}, s.first_filled);
     }
-    if (turn == 0) {
+    if (turn == 0 && !args.progress.present()) {
       wait_for_previous_kernels();
       if (args.next_waits_late) let_next_kernel_start();
     }
+    wait_until_left(args, item);
     load_rows(WrittenTile(s.Y), maps.Y, column, args.padded_v, static_cast<int>(item.slot), s.first_filled);
   }
 
@@ -198,7 +207,8 @@ struct Bringer {
     load_panels(ValuesTile(s.d_o), maps.d_o, column, args.chunk.problem.head_dim_v, rows_of(item, item.head),
                 s.second_filled);
     s.third_filled.arrive_expecting(StatesTile::kBytes);
-    if (turn == 0) wait_for_previous_kernels();
+    if (turn == 0 && !args.progress.present()) wait_for_previous_kernels();
+    wait_until_left(args, item);
     load_rows(StatesTile(s.G), maps.G, column, args.padded_v, static_cast<int>(item.slot), s.third_filled);
     s.pairs_free.wait(busy);
     load_lower(s.P, maps.lower, kLowerP, static_cast<int>(item.factors), s.second_filled);
@@ -215,7 +225,7 @@ struct Bringer {
   }
 
   __device__ __forceinline__ void name_items() const {
-    chunk_16bit::first_item<Block::kColumns>(args.chunk, blockIdx.x, s.next[0]);
+    chunk_16bit::first_item<Block::kColumns, int>(args.chunk, chunk_16bit::first_pair<int>(args), s.next[0]);
     uint32_t keys = 0;
     for (uint32_t turn = 0;; ++turn) {
       const Item& item = s.next[turn % 2];
@@ -225,7 +235,8 @@ struct Bringer {
       if (!exists) return;
       if (takes_keys) bring_keys(item, keys++);
       bring_first(item, turn);
-      chunk_16bit::find_next<Block::kColumns>(args.chunk, item, item.pair + gridDim.x, s.next[(turn + 1) % 2]);
+      chunk_16bit::find_next<Block::kColumns, int>(args.chunk, item, chunk_16bit::pair_after<int>(args, item),
+                                                   s.next[(turn + 1) % 2]);
     }
   }
 };

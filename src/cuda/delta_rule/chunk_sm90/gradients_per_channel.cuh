@@ -481,7 +481,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
     s.gates_free.init(Block::kSides);
     fence_barrier_init();
   }
-  wait_for_previous_kernels();
+  if (!args.progress.present()) wait_for_previous_kernels();
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if constexpr (Block::kServesItself) {
@@ -498,6 +498,9 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kBlocksOnOne)
     take_registers<Block::kWorkRegisters>();
     ChannelGradientGroup<kType, Block, kNorm, kRanges>{{{args, maps, s, threadIdx.x}}}.run();
   }
+  if (!args.progress.present()) return;
+  __syncthreads();  // a warp that waits for the kernel before keeps its other lanes from working
+  wait_for_previous_kernels();
 }
 
 }  // namespace

@@ -13,6 +13,9 @@ namespace fastweight::cuda::chunk_sm90 {
 // Kernels have K padded to 64, 128 or, factors and scans for one decay per head or none, 256.
 inline constexpr int kMostK = 128, kMostScanK = 256;
 
+// Value columns that a warpgroup has of a state.
+inline constexpr int kGroupColumns = 64;
+
 // Chunks in the shared memory of a scan for a padded K.
 constexpr int scan_stages(int padded_k) { return padded_k == 128 ? 3 : 2; }
 

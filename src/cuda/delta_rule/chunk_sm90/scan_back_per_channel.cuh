@@ -271,7 +271,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     fence_barrier_init();
   }
   if (!args.waits_late) wait_for_previous_kernels();
-  if (args.chunk.segments.chunks > 0) let_next_kernel_start();  // the maps of segments beside the tails
+  // The maps of segments beside the tails, or the gradients.
+  if (args.chunk.segments.chunks > 0 || args.progress.present()) let_next_kernel_start();
   __syncthreads();
   const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if (warp >= Shape::kStateWarps) {

@@ -16,7 +16,6 @@ using chunk_16bit::lower_pitch;
 using chunk_16bit::LowerMatrix;
 
 inline constexpr int kGroupThreads = 128, kGroupWarps = 4;  // of a warpgroup
-inline constexpr int kGroupColumns = 64;                    // of values, that one has of a state
 inline constexpr int kTokenSteps = kChunkRows / 16, kTokenTiles = kChunkRows / 8;
 
 using LowerTile = PanelTile<kChunkRows, kChunkRows>;           // J and sP
