@@ -1,33 +1,35 @@
 """fastweight next to flash-linear-attention on a CUDA device: forward, training and decoding, side by side in one run.
 
-    python bench/compare_cuda.py [--peers fla,flashinfer,flashqla,cudnn | none] [--fla FOLDER] [--fla-unchecked]
-                                 [--ops gdn,kda,..] [--modes forward,train,step,eager,first_step]
+    python bench/compare_cuda.py [--peers fla,flashinfer,flashqla,cudnn,chunk_16bit | none] [--fla FOLDER]
+                                 [--fla-unchecked] [--ops gdn,kda,..]
+                                 [--modes forward,saves,train,step,eager,first_step]
                                  [--shape B=1,T=8192,H=96,D=128] [--sweep] [--rounds N] [--seconds S] [--json FILE]
 
 flash-linear-attention is used where it is installed, or from the source folder `--fla`. It compiles and tunes its
 kernels at the first call of every shape, half a minute to a minute each, for a backward as long again: hence few
 shapes.
 `flashinfer`, `flashqla` and `cudnn` are FlashInfer (forward of GDN with decays given), FlashQLA (GDN) and cuDNN's
-frontend (KDA with gates given), where they can be imported.
+frontend (KDA with gates given), where they can be imported. `chunk_16bit` is fastweight's forward of that name, where
+another one would run.
 
-`forward`: o of B sequences of T tokens, bf16, no state in or out. `train`: the same and the gradients of all inputs
-from a gradient of o; next to the time stands the peak of memory on top of the inputs, results included. `step`: one
-token for each of B states in fp32; ours advance them in place, fla's functions return new ones. In all three, calls are
-captured in a CUDA graph that goes around several copies of the inputs, together larger than the L2 cache; the time is
-that of a replay over the number of calls. What cannot be captured is timed without a graph, and says so. `eager`: what
-a decoding step of one sequence costs the host, without a graph, next to torch.mul of two small tensors. `first_step`:
-the first training step of a new process with empty caches of compiled code, from inputs on the device to gradients, and
-that process from start to end.
+`forward`: o of B sequences of T tokens, bf16, no state in or out. `saves`: the same with what a backward wants kept.
+`train`: the forward and the gradients of all inputs from a gradient of o; next to the time stands the peak of memory on
+top of the inputs, results included. `step`: one token for each of B states in fp32; ours advance them in place, fla's
+functions return new ones. In all four, calls are captured in a CUDA graph that goes around several copies of the
+inputs, together larger than the L2 cache; the time is that of a replay over the number of calls. What cannot be
+captured is timed without a graph, and says so. `eager`: what a decoding step of one sequence costs the host, without a
+graph, next to torch.mul of two small tensors. `first_step`: the first training step of a new process with empty caches
+of compiled code, from inputs on the device to gradients, and that process from start to end.
 
 `--sweep`: training of one sequence of 4096 to 524288 tokens, H = 8, to see that time and memory grow as T does.
 
 All libraries get the same inputs through functions of the same names: q and k are l2-normalised inside, GDN's log decay
 is log sigmoid(N(0,1)) / 16, KDA's gate is computed inside with a lower bound of -5 (`safe_gate`), beta is
-sigmoid(N(0,1)). `kda_kept`: the same with `disable_recompute`. `gdn_given` and `kda_given`: q and k are normalised
-before, the log decay is given in fp32. Before the timing their answers are compared with fastweight's: relative RMS
-error, of the gradients the largest. Then they take turns, `--rounds` times; the table has the median, the 10th and 90th
-percentile, and the median over fastweight's. The records are written after every case, so that a run that is cut short
-leaves what it has measured.
+sigmoid(N(0,1)). `kda_kept`: the same with `disable_recompute`. `kda_unbounded`: KDA's gate without a lower bound.
+`gdn_given` and `kda_given`: q and k are normalised before, the log decay is given in fp32. Before the timing their
+answers are compared with fastweight's: relative RMS error, of the gradients the largest. Then they take turns,
+`--rounds` times; the table has the median, the 10th and 90th percentile, and the median over fastweight's. The records
+are written after every case, so that a run that is cut short leaves what it has measured.
 
 On Hopper with Triton 3.4 to 3.7.0 flash-linear-attention refuses the backward of GDN, because that compiler makes wrong
 code of it. `--fla-unchecked` removes the check; such records are marked.
@@ -57,11 +59,11 @@ import torch.nn.functional as F
 import fastweight
 from fastweight import ops
 
-OPERATORS = ("gdn", "gdn_given", "kda", "kda_kept", "kda_given", "delta_rule", "ttt")
+OPERATORS = ("gdn", "gdn_given", "kda", "kda_kept", "kda_unbounded", "kda_given", "delta_rule", "ttt")
 DEFAULT_OPERATORS = ("gdn", "kda", "delta_rule", "ttt")
-MODES = ("forward", "train", "step", "eager", "first_step")
+MODES = ("forward", "saves", "train", "step", "eager", "first_step")
 DEFAULT_MODES = ("forward", "step", "eager")
-PEERS = ("fla", "flashinfer", "flashqla", "cudnn")
+PEERS = ("fla", "flashinfer", "flashqla", "cudnn", "chunk_16bit")
 WIDE, LONG = {"B": 1, "T": 8192, "H": 96, "D": 128}, {"B": 2, "T": 16384, "H": 16, "D": 128}
 ONE, MANY = {"B": 1, "T": 1, "H": 32, "D": 128}, {"B": 256, "T": 1, "H": 32, "D": 128}
 GROUPED = {"B": 1, "T": 32768, "H": 16, "HV": 64, "D": 128}
@@ -76,6 +78,7 @@ SHAPES = {
 }
 DEFAULT_SHAPES = {
     "forward": (WIDE, LONG),
+    "saves": (WIDE,),
     "train": (WIDE,),
     "step": (ONE, MANY),
     "eager": (ONE,),
@@ -117,7 +120,7 @@ def draw(op: str, shape: dict[str, int], seed: int) -> Inputs:
         x["q"], x["k"] = F.normalize(x["q"], dim=-1), F.normalize(x["k"], dim=-1)
     if op in ("gdn", "gdn_given"):
         x["g"] = F.logsigmoid(randn(B, T, HV)) / 16
-    if op in ("kda", "kda_kept"):
+    if op in ("kda", "kda_kept", "kda_unbounded"):
         x |= {"g": randn(B, T, HV, D, dtype=torch.bfloat16), "A_log": randn(HV).abs(), "dt_bias": 0.1 * randn(HV * D)}
     if op == "kda_given":
         x["g"] = F.logsigmoid(randn(B, T, HV, D)) / 16
@@ -141,6 +144,7 @@ NAMES = {
     "gdn_given": (*"qkv", "g", "beta"),
     "kda": (*"qkv", "g", "beta", "A_log", "dt_bias"),
     "kda_kept": (*"qkv", "g", "beta", "A_log", "dt_bias"),
+    "kda_unbounded": (*"qkv", "g", "beta", "A_log", "dt_bias"),
     "kda_given": (*"qkv", "g", "beta"),
     "delta_rule": (*"qkv", "beta"),
     "ttt": (*"qkvwb", "eta"),
@@ -152,6 +156,8 @@ def forward(library, op: str) -> Function:
     names = NAMES[op]
     if op == "ttt":
         return lambda x: library.chunk_ttt_linear(**pick(x, *names), chunk_size=16)[0]
+    if op == "kda_unbounded":
+        return lambda x: library.chunk_kda(**pick(x, *names), **L2NORM, use_gate_in_kernel=True)[0]
     if op in ("kda", "kda_kept", "kda_given"):
         options = {"safe_gate": True} | (L2NORM | KDA_GATE if op != "kda_given" else {})
         if op == "kda_kept":
@@ -163,15 +169,30 @@ def forward(library, op: str) -> Function:
     return lambda x: rule(**pick(x, *names), **options)[0]
 
 
-def training(library, op: str) -> Function:
-    """Forward and backward: the gradients of everything that the operator reads."""
+def recorded(library, op: str) -> Callable[[Inputs], tuple[torch.Tensor, list[torch.Tensor]]]:
+    """The forward with what its backward wants: o, and everything that the operator reads."""
     one, names = forward(library, op), NAMES[op]
 
-    def step(x: Inputs) -> tuple[torch.Tensor, ...]:
+    def run(x: Inputs) -> tuple[torch.Tensor, list[torch.Tensor]]:
         with torch.enable_grad():
             leaves = {name: x[name].detach().requires_grad_() for name in names}
-            o = one(leaves)
-            return torch.autograd.grad(o, list(leaves.values()), x["v"])  # v stands in for the gradient of o
+            return one(leaves), list(leaves.values())
+
+    return run
+
+
+def saving(library, op: str) -> Function:
+    run = recorded(library, op)
+    return lambda x: run(x)[0].detach()
+
+
+def training(library, op: str) -> Function:
+    """Forward and backward: the gradients of everything that the operator reads."""
+    run = recorded(library, op)
+
+    def step(x: Inputs) -> tuple[torch.Tensor, ...]:
+        o, leaves = run(x)
+        return torch.autograd.grad(o, leaves, x["v"])  # v stands in for the gradient of o
 
     return step
 
@@ -258,15 +279,29 @@ class Cudnn:
         return (self.function(*flat, self.offsets(q))[0].unflatten(0, q.shape[:2]),)
 
 
+class Chunk16bit:
+    """Ours by this name. Of forwards alone: a backward runs when the name counts no more."""
+
+    NAME = "chunk_16bit"
+
+    def __getattr__(self, name: str):
+        def run(*arguments, **options):
+            with fastweight.using(self.NAME, family="delta_rule"):
+                return getattr(ops, name)(*arguments, **options)
+
+        return run
+
+
 # What of it is compared.
 PEER_CASES = {
     "flashinfer": {("gdn_given", "forward")},
     "flashqla": {("gdn", "forward"), ("gdn", "train")},
     "cudnn": {("kda_given", "forward"), ("kda_given", "train")},
+    "chunk_16bit": {(op, "forward") for op in OPERATORS if op != "ttt"},
 }
 
 
-PEER_CLASSES = {"flashinfer": FlashInfer, "flashqla": FlashQla, "cudnn": Cudnn}
+PEER_CLASSES = {"flashinfer": FlashInfer, "flashqla": FlashQla, "cudnn": Cudnn, "chunk_16bit": Chunk16bit}
 
 
 def load_peers(names: list[str], unchecked: bool) -> dict[str, object]:
@@ -280,8 +315,8 @@ def load_peers(names: list[str], unchecked: bool) -> dict[str, object]:
 
 
 def runners(op: str, mode: str, peers: dict[str, object]) -> dict[str, Function]:
-    if mode in ("forward", "train"):
-        make = training if mode == "train" else forward
+    if mode in ("forward", "saves", "train"):
+        make = {"forward": forward, "saves": saving, "train": training}[mode]
         taking = {n: p for n, p in peers.items() if n not in PEER_CASES or (op, mode) in PEER_CASES[n]}
         return {"fastweight": make(ops, op)} | {name: make(peer, op) for name, peer in taking.items()}
     found = {"fastweight": step_in_place(op)}
@@ -424,7 +459,7 @@ def timers(mode: str, functions: dict, copies: list[Inputs], calls: int) -> tupl
             notes[name] = {"error": None if name == "fastweight" else largest_error(answer, expected)}
             if mode == "train":
                 notes[name]["peak_bytes"] = peak_memory(function, copies[0])
-            own = copies if mode in ("forward", "train") else [clone(x) for x in copies]  # steps write
+            own = copies if mode in ("forward", "saves", "train") else [clone(x) for x in copies]  # steps write
             ready[name] = timer(mode, function, own, calls)
             notes[name]["graph"] = ready[name].graph
         except Exception as problem:  # the other library still has its turn
@@ -442,7 +477,7 @@ def compare(
     first = draw(op, shape, 0)
     count = 1 if mode == "eager" else min(MAX_COPIES, max(2, math.ceil(2 * l2_bytes() / nbytes(first)) + 1))
     copies = [first, *(draw(op, shape, seed) for seed in range(1, count))]
-    calls = count * max(1, min(MAX_CALLS // count, {"forward": 4, "train": 1}.get(mode, MAX_CALLS)))
+    calls = count * max(1, min(MAX_CALLS // count, {"forward": 4, "saves": 4, "train": 1}.get(mode, MAX_CALLS)))
     ready, notes, failures = timers(mode, runners(op, mode, peers), copies, calls)
     samples = {name: [] for name in ready}
     for _ in range(rounds):

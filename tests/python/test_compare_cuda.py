@@ -25,10 +25,10 @@ def bench(monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("mode", ["forward", "train", "step", "eager"])
+@pytest.mark.parametrize("mode", ["forward", "saves", "train", "step", "eager"])
 @pytest.mark.parametrize("op", ["gdn", "kda", "delta_rule", "ttt"])
 def test_every_case(bench, op, mode):
-    sequences = mode in ("forward", "train")
+    sequences = mode in ("forward", "saves", "train")
     shape = {"B": 2, "T": 32 if sequences else 1, "H": 2, "D": 16}
     records = bench.compare(op, mode, shape, {"fla": ops}, rounds=1, seconds=0)
     libraries = [record["library"] for record in records]
@@ -91,11 +91,17 @@ def test_peers_are_asked_for_what_they_have(bench):
             x = (y[None] for y in (q, k, v, decays.log(), beta))
             return ops.chunk_gated_delta_rule(*x, cu_seqlens=cu_seqlens)[0][0]
 
-    peers = {"fla": ops, "flashinfer": FlashInfer(), "flashqla": ops, "cudnn": Cudnn()}
+    class ByName(bench.Chunk16bit):
+        NAME = "chunk"  # there is no other on the CPU
+
+    peers = {"fla": ops, "flashinfer": FlashInfer(), "flashqla": ops, "cudnn": Cudnn(), "chunk_16bit": ByName()}
     assert list(bench.runners("gdn", "train", peers)) == ["fastweight", "fla", "flashqla"]
     assert list(bench.runners("kda", "train", peers)) == ["fastweight", "fla"]
     assert list(bench.runners("kda_given", "train", peers)) == ["fastweight", "fla", "cudnn"]
-    assert list(bench.runners("gdn_given", "forward", peers)) == ["fastweight", "fla", "flashinfer"]
+    assert list(bench.runners("gdn_given", "forward", peers)) == ["fastweight", "fla", "flashinfer", "chunk_16bit"]
+    records = bench.compare("kda_unbounded", "forward", {"B": 1, "T": 30, "H": 2, "D": 16}, peers, 1, 0)
+    assert [record["library"] for record in records] == ["fastweight", "fla", "chunk_16bit"]
+    assert records[2]["error"] == 0
     records = bench.compare("gdn_given", "forward", {"B": 2, "T": 30, "H": 2, "D": 16}, peers, 1, 0)
     assert records[2]["error"] < 1e-3
     records = bench.compare("kda_given", "train", {"B": 2, "T": 30, "H": 2, "D": 16}, peers, 1, 0)
