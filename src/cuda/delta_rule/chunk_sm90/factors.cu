@@ -290,7 +290,7 @@ size_t factors_bytes(int padded_k, bool with_sP) {
 
 void launch_factors(const ChunkArgs& args, const ScanMaps& maps, const FactorOrder& order, const Context& context) {
   chunk_16bit::with_tile(args.problem.k.dtype, padded_k(args.problem.head_dim_k), [&]<DType kType, int kK>() {
-    if constexpr (kK != 128) {  // no scan of theirs makes sP
+    if constexpr (kK == 256) {  // no scan of theirs makes sP
       launch_factors_of<kType, kK, true>(args, maps, order, context);
     } else {
       order.with_sP ? launch_factors_of<kType, kK, true>(args, maps, order, context)

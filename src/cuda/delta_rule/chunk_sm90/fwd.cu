@@ -70,8 +70,13 @@ BesideProblem beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& arg
   const bool saves = args.chunk_states.present();  // which memory shows
   const int64_t pair_cycles = of.makes_sP ? 800 + 1300 * sizes.group : 1160 + 2080 * sizes.group;
   const int64_t blocks = count_blocks(sizes, of.columns);
-  const int64_t alone = of.columns == 64 ? (saves ? 3200 : 2100) : saves ? 4700 : of.makes_sP ? 3750 : 3250;
-  const int64_t of_memory = of.columns == 64 ? (saves ? 36 : 24) : (saves ? 62 : 43) + (of.makes_sP ? 0 : 12);
+  const bool narrow = of.columns == 64;
+  int64_t alone = narrow ? (saves ? 3200 : 2100) : saves ? 4700 : of.makes_sP ? 3750 : 3250;
+  int64_t of_memory = narrow ? (saves ? 36 : 24) : (saves ? 62 : 43) + (of.makes_sP ? 0 : 12);
+  if (narrow && of.makes_sP) {  // with K <= 64: in the proportions of wide blocks
+    alone = alone * 3750 / 3250;
+    of_memory = of_memory * 43 / 55;
+  }
   const int64_t chunk_cycles = std::max(alone, of_memory * std::min<int64_t>(blocks, multiprocessors));
   const int64_t percent_beside = saves ? 157 : of.makes_sP ? 110 : 105;
   return {.pairs = chunks * sizes.num_heads,
@@ -112,9 +117,13 @@ BesideProblem channel_beside_problem(const DeltaRuleSizes& sizes, const ForwardA
           .at_once = channel_factor_teams(K)};
 }
 
-// Where a head has several blocks, each would make sP; two blocks of K <= 64 on a multiprocessor have no registers for it.
+// Where a head has several blocks, each would make sP; two blocks of K <= 64 on a multiprocessor have no registers for it, nor
+// has one of K > 128.
 bool may_make_sP(const DeltaRuleForwardProblem& problem, int columns) {
-  return columns == 128 && problem.sizes.head_dim_v <= columns && !chunk_16bit::has_decay_per_channel(problem);
+  const DeltaRuleSizes& sizes = problem.sizes;
+  const int K = padded_k(sizes.head_dim_k);
+  if (sizes.head_dim_v > columns || chunk_16bit::has_decay_per_channel(problem)) return false;
+  return K == 64 ? count_blocks(sizes, columns) <= multiprocessors_of(problem) : columns == 128;
 }
 
 // For so many chunks of all rows.
@@ -132,13 +141,17 @@ BesidePlan plan_of(const DeltaRuleForwardProblem& problem, const ForwardArgs& ar
 ScanBlocks blocks_of(const DeltaRuleForwardProblem& problem, const Context& context) {
   const DeltaRuleSizes& sizes = problem.sizes;
   const ForwardArgs args = cut_args(problem, context);
-  if (!may_be_beside(problem, args) || padded_k(sizes.head_dim_k) != 128 || sizes.head_dim_v <= 64) {
+  const int K = padded_k(sizes.head_dim_k);
+  if (!may_be_beside(problem, args) || K > 128 || (K == 128 && sizes.head_dim_v <= 64)) {
     const int columns = scan_columns(sizes, args, context.device.index);
-    return {columns, may_make_sP(problem, columns)};
+    // With few blocks the scan sets the pace, not memory.
+    const bool few = K == 64 && 2 * count_blocks(sizes, columns) <= multiprocessors_of(problem);
+    return {columns, !few && may_make_sP(problem, columns)};
   }
   const auto cycles = [&](const ScanBlocks& of) { return plan_of(problem, args, of, args.num_chunks).cycles; };
   ScanBlocks best{64, false};
-  for (const ScanBlocks& other : {ScanBlocks{128, true}, {128, false}}) {
+  for (const ScanBlocks& other : {ScanBlocks{64, true}, {128, true}, {128, false}}) {
+    if (other.columns > 64 && K == 64) continue;
     if (other.makes_sP && !may_make_sP(problem, other.columns)) continue;
     if (cycles(other) < cycles(best)) best = other;
   }

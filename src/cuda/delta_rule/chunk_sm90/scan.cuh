@@ -21,7 +21,8 @@
 //
 // With K <= 64 the state takes half of the registers and the operands half of the shared memory: a block has 64 columns, of
 // which one warpgroup makes S and O as above, and two blocks are on a multiprocessor. While one waits for a product that its
-// next one needs, the other multiplies; and they need not be of one length.
+// next one needs, the other multiplies; and they need not be of one length. Where there is a multiprocessor for every block,
+// it may make sP as well.
 //
 // With K above 128 the registers of a warpgroup are too few for 64 columns: two have them, with half of the channels each,
 // and X and O are sums of both, which they exchange in shared memory and add in one order. Both then go through the same
@@ -565,7 +566,8 @@ void launch_scan(const ForwardArgs& args, const ScanMaps& maps, int columns, boo
   if (K == 256) {
     of.template operator()<Block<256, 1, Makes::kOutputs>>();
   } else if (K == 64) {
-    of.template operator()<Block<64, 1, Makes::kOutputs>>();
+    with_sP ? of.template operator()<Block<64, 1, Makes::kOutputs>>()
+            : of.template operator()<Block<64, 1, Makes::kOutputsAndP>>();
   } else if (columns == kGroupColumns) {
     of.template operator()<Block<128, 1, Makes::kOutputs>>();
   } else if (maps.has_states) {

@@ -4,7 +4,7 @@ namespace fastweight::cuda::chunk_sm90 {
 
 size_t scan_bytes(int padded_k) {
   if (padded_k == 256) return sizeof(Block<256, 1, Makes::kOutputs>::Shared);
-  if (padded_k == 64) return sizeof(Block<64, 1, Makes::kOutputs>::Shared);
+  if (padded_k == 64) return sizeof(Block<64, 1, Makes::kOutputsAndP>::Shared);
   return std::max({sizeof(Block<128, 1, Makes::kOutputs>::Shared), sizeof(Block<128, 2, Makes::kOutputs>::Shared),
                    sizeof(Block<128, 2, Makes::kOutputsAndP>::Shared),
                    sizeof(Block<128, 2, Makes::kOutputsAndP, true>::Shared)});

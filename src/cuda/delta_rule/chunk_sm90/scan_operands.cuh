@@ -2,6 +2,8 @@
 // what leaves.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/delta_rule/chunk_sm90/factor_steps.cuh"
 #include "cuda/delta_rule/chunk_sm90/head_values.cuh"
 
@@ -25,18 +27,18 @@ struct Block {
   static constexpr bool kSplit = kK == 128 && kGroups == 1;  // one warpgroup makes S, another O
   static constexpr bool kHalves = kK == 256;                 // two warpgroups have half of K each
   static_assert(kK == 128 || kGroups == 1);
-  static_assert(kMakes == Makes::kOutputs || kGroups == 2);
+  static_assert(kMakes == Makes::kOutputs || kGroups == 2 || (kK == 64 && kMakesP));
   static constexpr int kWorkGroups = kSplit || kHalves ? 2 : kGroups,
                        kWarps = kWorkGroups * kGroupWarps;  // that multiply
   static constexpr int kScoreWarps = kMakesP ? kGroupWarps : 0;
   static constexpr int kAllGroups = kWorkGroups + (kMakesP ? 2 : 1), kThreads = kAllGroups * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
-  static constexpr int kBlocksOnOne = kK == 64 ? 2 : 1;  // multiprocessor
+  static constexpr int kBlocksOnOne = kK == 64 && !kMakesP ? 2 : 1;  // multiprocessor
   // All warpgroups share the registers evenly at first; for those that do not multiply fewer are enough.
   static constexpr int kEvenRegisters = 65536 / (kBlocksOnOne * kThreads) / 8 * 8;
   static constexpr int kScoreRegisters = kMakesP ? 72 : 0, kOtherRegisters = kMakesP ? 24 : 56;
   static constexpr int kWorkRegisters =
-      (kAllGroups * kEvenRegisters - kScoreRegisters - kOtherRegisters) / kWorkGroups / 8 * 8;
+      std::min((kAllGroups * kEvenRegisters - kScoreRegisters - kOtherRegisters) / kWorkGroups / 8 * 8, 248);
 
   // The operands of a chunk that are needed until its end, and those that are not.
   struct alignas(1024) Late {
