@@ -34,10 +34,9 @@ int64_t multiprocessors_of(const Context& context) {
   return device_attribute(cudaDevAttrMultiProcessorCount, context.device.index);
 }
 
-int64_t count_blocks(const DeltaRuleBackwardProblem& problem, const ScanArgs& args, const Context& context) {
-  const DeltaRuleSizes& sizes = problem.sizes;
-  const int columns = scan_columns(sizes, args, context.device.index);
-  return sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns);
+// Of the scan back over sequences.
+int64_t count_back_blocks(const DeltaRuleBackwardProblem& problem, const ScanArgs& args, const Context& context) {
+  return count_blocks(problem.sizes, scan_columns(problem.sizes, args, context.device.index));
 }
 
 // Whether the gradients begin when the scan back has left their chunk: where it leaves enough of the device to them. With one
@@ -51,7 +50,7 @@ int64_t count_blocks(const DeltaRuleBackwardProblem& problem, const ScanArgs& ar
 // Where every pair of a chunk and a key head has a multiprocessor, what clears the flags would take longer than it spares.
 bool runs_beside(const DeltaRuleBackwardProblem& problem, const Context& context) {
   const ScanArgs args = cut_args(problem, context);
-  const int64_t all = multiprocessors_of(context), idle = all - count_blocks(problem, args, context);
+  const int64_t all = multiprocessors_of(context), idle = all - count_back_blocks(problem, args, context);
   if (args.segments.chunks > 0 || args.num_chunks * problem.sizes.num_heads <= all) return false;
   return (chunk_16bit::has_decay_per_channel(problem) ? 4 : 2) * idle >= all;
 }
@@ -59,7 +58,7 @@ bool runs_beside(const DeltaRuleBackwardProblem& problem, const Context& context
 // Whether the scan back has blocks for most of the device. Fewer get places far from each other if the device is free when they
 // come, two to a pair of multiprocessors if they come one by one, and take longer (measured on an H200: 64 blocks).
 bool fills_device(const DeltaRuleBackwardProblem& problem, const Context& context) {
-  return 3 * count_blocks(problem, cut_args(problem, context), context) >= 2 * multiprocessors_of(context);
+  return 3 * count_back_blocks(problem, cut_args(problem, context), context) >= 2 * multiprocessors_of(context);
 }
 
 int columns_of_gradients(const DeltaRuleSizes& sizes) {

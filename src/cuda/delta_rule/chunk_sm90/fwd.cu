@@ -57,13 +57,9 @@ struct ScanBlocks {
   bool makes_sP;
 };
 
-int64_t count_blocks(const DeltaRuleSizes& sizes, int columns) {
-  return sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns);
-}
-
-// .. for `chunks` of all rows. The cycles were measured on an H200 (K = V = 128, bf16): of the factors with sP and without, for a
-// pair and each of its value heads, and of a chunk in the scan beside them: what it takes a block by itself, and, where there
-// are many, what memory gives them all. Other K are taken to cost in proportion.
+// What the plan asks, for such blocks and `chunks` of all rows. The cycles were measured on an H200 (K = V = 128, bf16): of the
+// factors with sP and without, for a pair and each of its value heads, and of a chunk in the scan beside them: what it takes a
+// block by itself, and, where there are many, what memory gives them all. Other K are taken to cost in proportion.
 BesideProblem beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& args, const ScanBlocks& of, int64_t chunks,
                              int multiprocessors) {
   const int K = padded_k(sizes.head_dim_k);
@@ -88,7 +84,7 @@ BesideProblem beside_problem(const DeltaRuleSizes& sizes, const ForwardArgs& arg
           .at_once = factor_groups(K, !of.makes_sP)};
 }
 
-// .. with decays per channel, where a pair is one of a chunk and a value head. Derived from times on an H200 (K = V = 128, bf16):
+// The same with decays per channel, where a pair is one of a chunk and a value head. Derived from times on an H200 (K = V = 128, bf16):
 //
 //     a pair before the scan    0.40 ms for 12288, whose 107 KB each are nearly all that memory gives meanwhile
 //     beside it                 9700 cycles in that call, where memory has other work for 0.7 of the time

@@ -47,6 +47,10 @@ std::string declines_widths(const DeltaRuleSizes& sizes, int most_k, int device)
 
 // Value columns of a block of a scan over sequences or segments.
 int scan_columns(const DeltaRuleSizes& sizes, const ScanArgs& args, int device);
+// Blocks of a scan over sequences.
+inline int64_t count_blocks(const DeltaRuleSizes& sizes, int columns) {
+  return sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + columns - 1) / columns);
+}
 
 // Of the chunks of a launch. `o` absent: only states are wanted.
 ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const chunk_16bit::ChunkArgs& args);
