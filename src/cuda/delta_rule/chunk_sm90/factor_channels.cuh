@@ -110,7 +110,7 @@ struct alignas(1024) Shared {
       KeyMemory<kK> falling;  // the gates, before
       InverseScratch inverse;
     };
-    alignas(16) float log2_decay[kChunkRows * kK];  // before, for strong tiles
+    alignas(16) float half_sums[kChunkRows * kK];  // before, for strong tiles (factor_strong.cuh)
   };
   alignas(16) float total[kTiles * kK];  // c of the tiles
   ChannelPowers<kK> between[kTiles];     // for falling rows: of tiles 1, 2, and of both

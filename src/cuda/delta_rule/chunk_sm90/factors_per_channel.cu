@@ -20,9 +20,8 @@
 // falling rows are read and made ready once for both. n and n' are the sums before and behind the tile, rounded to
 // integers, so that anchors differ by powers of two: pairs of bf16 take them without unpacking, and without another
 // rounding. The scan's copies of rising rows are 2^n of them; tiles below the diagonal have 2^n of the anchors between
-// them as a factor per channel, those on it 2^(n - n'), which falling rows take in registers. On the diagonal of a
-// strong tile, one that 2^-c is too large for, the factors are computed in fp32: k_j runs down the rows, multiplied by
-// one decay after the other. So nothing overflows for g <= 0.
+// them as a factor per channel, those on it 2^(n - n'), which falling rows take in registers. Strong tiles, which 2^-c is
+// too large for, have products of their own on the diagonal (factor_strong.cuh). So nothing overflows for g <= 0.
 //
 // Sums of logarithms are short of digits only where their power is short of anything: log2 of a decay is at least -150,
 // so c - c_j has an error below 2^-12, a sixteenth of the rounding of what it multiplies; so has the sum of the tiles
@@ -33,7 +32,7 @@
 #include <limits>
 
 #include "cuda/common/launch.h"
-#include "cuda/delta_rule/chunk_sm90/factor_lower.cuh"
+#include "cuda/delta_rule/chunk_sm90/factor_strong.cuh"
 
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
