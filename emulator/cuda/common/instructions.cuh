@@ -181,6 +181,7 @@ int opaque_below(int value) {
 
 inline void fence_all_blocks() {}
 inline void publish(uint32_t* flag) { __atomic_store_n(flag, 1u, __ATOMIC_RELEASE); }
+inline void set_published(uint32_t* flag) { publish(flag); }
 inline bool is_published(const uint32_t* flag) {
   if (__atomic_load_n(flag, __ATOMIC_ACQUIRE) != 0) return true;
   emulator::wait_for_flag();

@@ -191,6 +191,10 @@ __device__ __forceinline__ void let_next_kernel_start() {
 __device__ __forceinline__ void publish(uint32_t* flag) {
   asm volatile("fence.acq_rel.gpu;\n\tst.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
 }
+// The same after fence_all_blocks(), which may serve several flags.
+__device__ __forceinline__ void set_published(uint32_t* flag) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+}
 __device__ __forceinline__ bool is_published(const uint32_t* flag) {
   uint32_t value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");

@@ -4,13 +4,14 @@
 // A block fills a multiprocessor with warpgroups, each of which takes one pair of a chunk and a key head after the other,
 // and goes through factor_steps.cuh for all value heads of the key head, which share the products. q and k of the next
 // pair come by TMA as soon as both products have been made, its gates and beta while two warps of the four have nothing to
-// do. Beside a scan (beside.h) some blocks have pairs left when the others leave, and all publish what they have made.
+// do. Beside a scan (beside.h) some blocks have pairs left when the others leave, and one more warp publishes what all have made.
 #include <algorithm>
 #include <limits>
 
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_sm90/copies.cuh"
 #include "cuda/delta_rule/chunk_sm90/factor_steps.cuh"
+#include "cuda/delta_rule/chunk_sm90/publisher.cuh"
 
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
@@ -40,7 +41,7 @@ struct Pair {
 
 // With q a warpgroup keeps two products in registers, and there is memory for fewer of them.
 template <int kK, bool kWithP>
-struct Shape {
+struct FactorShape {
   static constexpr int kGroups = factor_groups(kK, kWithP);
 
   struct alignas(1024) Shared {
@@ -53,15 +54,21 @@ struct Shape {
     int heads;       // of keys
     TransactionBarrier filled;
   };
+  struct alignas(1024) BlockShared {
+    Shared groups[kGroups];
+    Publisher<kGroups> publisher;
+  };
 };
 
 template <DType kType, int kK, bool kWithP>
 struct FactorGroup {
-  static constexpr int kGroups = Shape<kK, kWithP>::kGroups;
+  using Shape = FactorShape<kK, kWithP>;
+  static constexpr int kGroups = Shape::kGroups;
   const ChunkArgs& args;
   const ScanMaps& maps;
   const FactorOrder& order;
-  typename Shape<kK, kWithP>::Shared& s;
+  typename Shape::Shared& s;
+  Publisher<kGroups>& publisher;
   int group, warp, lane;  // the warp within the warpgroup
 
   __device__ __forceinline__ FactorSteps<kType, kK> steps() const {
@@ -216,7 +223,7 @@ struct FactorGroup {
   }
   // After a barrier of the warpgroup that follows the last result of a pair.
   __device__ __forceinline__ void publish_made() const {
-    if (s.made != nullptr) publish(s.made);
+    if (s.made != nullptr) publisher.hand_over(group, s.made);
   }
 
   __device__ __forceinline__ void begin() const {
@@ -248,35 +255,48 @@ struct FactorGroup {
     int turn = 0, at = 0;
     for (uint32_t parity = 0; s.pair[at].length > 0; parity ^= 1, at = (at + 1) % 3) run_pair(at, parity, turn);
     barrier();
-    if (is_chosen()) publish_made();
+    if (order.flags != nullptr && is_chosen()) {
+      publish_made();
+      publisher.hand_over(group, nullptr);
+    }
   }
 };
 
 template <DType kType, int kK, bool kWithP>
-__global__ void __launch_bounds__(Shape<kK, kWithP>::kGroups* kGroupThreads, 1)
+__global__ void __launch_bounds__(kThreadsWithPublisher<factor_groups(kK, kWithP)>, 1)
     factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ ScanMaps maps, FactorOrder order) {
+  constexpr int kGroups = FactorShape<kK, kWithP>::kGroups;
   wait_for_previous_kernels();
-  const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  auto& s = (&aligned_shared<typename Shape<kK, kWithP>::Shared>())[warp / kGroupWarps];
-  const FactorGroup<kType, kK, kWithP> group{args, maps, order, s, warp / kGroupWarps, warp % kGroupWarps, lane};
-  group.begin();
+  const int warp = uniform_warp(), lane = static_cast<int>(threadIdx.x) % kWarpSize, number = warp / kGroupWarps;
+  auto& s = aligned_shared<typename FactorShape<kK, kWithP>::BlockShared>();
+  const bool works = number < kGroups;
+  const FactorGroup<kType, kK, kWithP> group{
+      args, maps, order, s.groups[works ? number : 0], s.publisher, number, warp % kGroupWarps, lane};
+  if (works) group.begin();
   if (order.flags != nullptr) {
+    if (threadIdx.x == kGroups * kGroupThreads) s.publisher.init();
     __syncthreads();
     let_next_kernel_start();
   }
-  group.run();
+  if (works) {
+    take_registers<kRegistersBesidePublisher<kGroups>>();
+    group.run();
+  } else {
+    give_registers<kPublisherRegisters>();
+    if (order.flags != nullptr && warp == kGroups * kGroupWarps && elect_one()) s.publisher.run();
+  }
 }
 
 template <int kK>
 size_t bytes_of(bool with_sP) {
-  return with_sP ? Shape<kK, true>::kGroups * sizeof(typename Shape<kK, true>::Shared)
-                 : Shape<kK, false>::kGroups * sizeof(typename Shape<kK, false>::Shared);
+  return with_sP ? sizeof(typename FactorShape<kK, true>::BlockShared)
+                 : sizeof(typename FactorShape<kK, false>::BlockShared);
 }
 
 template <DType kType, int kK, bool kWithP>
 void launch_factors_of(const ChunkArgs& args, const ScanMaps& maps, const FactorOrder& order, const Context& context) {
-  const LaunchShape shape{static_cast<unsigned>(order.blocks), Shape<kK, kWithP>::kGroups * kGroupThreads,
-                          bytes_of<kK>(kWithP), true};
+  constexpr int kThreads = kThreadsWithPublisher<factor_groups(kK, kWithP)>;
+  const LaunchShape shape{static_cast<unsigned>(order.blocks), kThreads, bytes_of<kK>(kWithP), true};
   launch<factors_kernel<kType, kK, kWithP>>("delta_rule chunk_sm90 factors", context, shape, args, maps, order);
 }
 

@@ -33,6 +33,7 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_sm90/factor_strong.cuh"
+#include "cuda/delta_rule/chunk_sm90/publisher.cuh"
 
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
@@ -137,40 +138,43 @@ struct PairsBeside {
   uint32_t* flags;
 };
 
+// By a team's leader: pair `number`, if there is one, with its rows on their way.
+template <int kK>
+__device__ __forceinline__ void find_and_load(const ChunkArgs& args, const FactorMaps& maps, const PairsBeside& pairs,
+                                              uint32_t number, Item& item, Shared<kK>& s) {
+  item = number < pairs.end ? item_of(args, number) : Item();
+  if (item.exists()) start_loads(args, maps, item, s);
+}
+
 // By a team: 0 for the pairs that it is to make, which no other one touches; by all teams 1 for those before them, which the
 // kernel before this one has made.
 template <int kK>
 __device__ __forceinline__ void begin_flags(const PairsBeside& pairs, uint32_t first, uint32_t step) {
   const auto thread = static_cast<uint32_t>(TeamOf<kK, kTeamsOnOne<kK>>::thread());
   for (uint32_t n = first + thread * step; n < pairs.end; n += kThreads<kK> * step) pairs.flags[n] = 0;
-  for (uint32_t n = blockIdx.x * blockDim.x + threadIdx.x; n < pairs.begin; n += gridDim.x * blockDim.x) {
-    pairs.flags[n] = 1;
-  }
+  constexpr uint32_t kWorkers = kTeamsOnOne<kK> * kThreads<kK>;
+  for (uint32_t n = blockIdx.x * kWorkers + threadIdx.x; n < pairs.begin; n += gridDim.x * kWorkers) pairs.flags[n] = 1;
   fence_all_blocks();
 }
 
-// Beside a scan: teams take one pair after the other. What the next one begins with is on its way while J is made of this one.
-// Where a team is stands in shared memory: registers are short.
-template <DType kType, int kK>
-__global__ void __launch_bounds__(kTeamsOnOne<kK>* kThreads<kK>, 1)
-    channel_factors_beside_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ FactorMaps maps,
-                                  PairsBeside pairs) {
-  using Team = TeamOf<kK, kTeamsOnOne<kK>>;
-  auto& s = (&aligned_shared<Shared<kK>>())[Team::number()];
-  const auto find_and_load = [&](uint32_t number, Item& item) {
-    item = number < pairs.end ? item_of(args, number) : Item();
-    if (item.exists()) start_loads(args, maps, item, s);
+// Teams, and a warp that publishes what they have made.
+template <int kK>
+struct BlockBeside {
+  static constexpr int kTeams = kTeamsOnOne<kK>, kGroups = kTeams * kThreads<kK> / kGroupThreads;
+  static constexpr int kAllThreads = kThreadsWithPublisher<kGroups>;
+
+  struct alignas(1024) Shared {
+    chunk_sm90::Shared<kK> teams[kTeams];
+    Publisher<kTeams> publisher;
   };
-  wait_for_previous_kernels();
-  const uint32_t first = pairs.begin + Team::number() * gridDim.x + blockIdx.x;
-  begin_flags<kK>(pairs, first, kTeamsOnOne<kK> * gridDim.x);
-  if (Team::leads()) {
-    begin_team(s);
-    s.parity = 0;
-    find_and_load(first, s.item);
-  }
-  __syncthreads();
-  let_next_kernel_start();
+};
+
+// Takes one pair after the other, first, first + step .. What the next one begins with is on its way while J is made of this
+// one. Where the team is stands in shared memory: registers are short.
+template <DType kType, int kK>
+__device__ __forceinline__ void run_team(const ChunkArgs& args, const FactorMaps& maps, const PairsBeside& pairs,
+                                         uint32_t step, Publisher<kTeamsOnOne<kK>>& publisher, Shared<kK>& s) {
+  using Team = TeamOf<kK, kTeamsOnOne<kK>>;
 #pragma unroll 1
   while (s.item.exists()) {
     make_factors<kType, Team>(args, maps, s, [&](bool apart) {
@@ -181,22 +185,56 @@ __global__ void __launch_bounds__(kTeamsOnOne<kK>* kThreads<kK>, 1)
         s.rows_read.wait(s.parity);
         wait_stores_read<0>();
         clear_marks(s);
-        find_and_load(s.item.number + kTeamsOnOne<kK> * gridDim.x, s.next);
+        find_and_load(args, maps, pairs, s.item.number + step, s.next, s);
       }
     });
     if (Team::leads()) wait_stores<0>();
     Team::barrier();
+    const int number = Team::number();
     if (Team::leads()) {
-      publish(pairs.flags + s.item.number);
+      publisher.hand_over(number, pairs.flags + s.item.number);
       s.item = s.next;
       s.parity ^= 1;
     }
     Team::barrier();
   }
+  const int number = Team::number();
+  if (Team::leads()) publisher.hand_over(number, nullptr);
+}
+
+template <DType kType, int kK>
+__global__ void __launch_bounds__(BlockBeside<kK>::kAllThreads, 1)
+    channel_factors_beside_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ FactorMaps maps,
+                                  PairsBeside pairs) {
+  using Block = BlockBeside<kK>;
+  using Team = TeamOf<kK, Block::kTeams>;
+  auto& block = aligned_shared<typename Block::Shared>();
+  wait_for_previous_kernels();
+  if (const int team = Team::number(); team < Block::kTeams) {
+    const uint32_t first = pairs.begin + team * gridDim.x + blockIdx.x;
+    begin_flags<kK>(pairs, first, Block::kTeams * gridDim.x);
+    if (Team::leads()) {
+      auto& s = block.teams[team];
+      begin_team(s);
+      s.parity = 0;
+      find_and_load(args, maps, pairs, first, s.item, s);
+    }
+  } else if (threadIdx.x == Block::kGroups * kGroupThreads) {
+    block.publisher.init();
+  }
+  __syncthreads();
+  let_next_kernel_start();
+  if (const int team = Team::number(); team < Block::kTeams) {
+    take_registers<kRegistersBesidePublisher<Block::kGroups>>();
+    run_team<kType>(args, maps, pairs, Block::kTeams * gridDim.x, block.publisher, block.teams[team]);
+  } else {
+    give_registers<kPublisherRegisters>();
+    if (uniform_warp() == Block::kGroups * kGroupWarps && elect_one()) block.publisher.run();
+  }
 }
 
 template <int kK>
-inline constexpr size_t kBytesBeside = kTeamsOnOne<kK> * sizeof(Shared<kK>);
+inline constexpr size_t kBytesBeside = sizeof(typename BlockBeside<kK>::Shared);
 
 TensorMap rows_map(const TensorView& x) { return token_map(x, kChunkRows, kBoxColumns, Swizzle::k128); }
 
@@ -279,7 +317,7 @@ void launch_channel_factors_beside(const DeltaRuleInputs& in, const ChunkArgs& a
   const int64_t pairs = chunk_16bit::chunks_in_window(args) * args.problem.num_value_heads;
   const PairsBeside beside{static_cast<uint32_t>(plan.before), static_cast<uint32_t>(pairs), flags};
   with_kernel(args, [&]<DType kType, int kK>() {
-    const LaunchShape shape{static_cast<unsigned>(plan.beside), kTeamsOnOne<kK> * kThreads<kK>, kBytesBeside<kK>, true};
+    const LaunchShape shape{static_cast<unsigned>(plan.beside), BlockBeside<kK>::kAllThreads, kBytesBeside<kK>, true};
     launch<channel_factors_beside_kernel<kType, kK>>("delta_rule chunk_sm90 factors per channel beside the scan",
                                                      context, shape, args, maps, beside);
   });
