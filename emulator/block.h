@@ -11,6 +11,7 @@
 #include <cstring>
 #include <deque>
 #include <memory>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,7 @@ inline constexpr unsigned char kPoison = 0xff;      // a NaN in every floating-p
 inline constexpr size_t kMostThreads = 1024;
 inline constexpr size_t kBarriers = 16;
 inline constexpr size_t kWarpsOfGroup = kWarpgroup / kLanes;
+inline constexpr int kRegisters = 65536;  // of a multiprocessor
 
 // With its warp, with its warpgroup; at a named barrier, at the phase of a transaction barrier, for other kernels.
 enum class State : uint8_t { kReady, kPaused, kTogether, kWithGroup, kAtBarrier, kAtPhase, kAtKernels, kLeft };
@@ -99,6 +101,7 @@ class Block {
     }
     landings_.clear();
     at_phases_ = 0;
+    std::fill_n(registers_, kMostThreads / kWarpgroup, even_registers());
     backwards_ = (index.x + index.y + index.z) % 2 == 1;
     go_on();
   }
@@ -164,6 +167,9 @@ class Block {
     stop(State::kTogether);
   }
 
+  // Of a thread of the running thread's warpgroup, from here on.
+  void set_registers(int count) { registers_[current_ / kWarpgroup] = count; }
+
   unsigned char* shared() { return shared_; }
   uint32_t shared_address(const void* pointer) {
     const auto offset = static_cast<const unsigned char*>(pointer) - arena_;
@@ -204,6 +210,15 @@ class Block {
       while (run_next_warp(warps)) open_barriers(threads);
     } while (land_next(threads));
     if (std::find(states_, states_ + threads, State::kAtKernels) == states_ + threads) report_waiting(threads);
+    if (has_left()) check_registers(threads);
+  }
+
+  // As many as a thread has at most when a block of all threads of a multiprocessor begins, of which it has no more later.
+  int even_registers() const { return kRegisters / static_cast<int>(threads_of_block()) / 8 * 8; }
+  void check_registers(size_t threads) {
+    const auto groups = static_cast<int>(threads / kWarpgroup);
+    const int all = std::accumulate(registers_, registers_ + groups, 0);
+    if (all > groups * even_registers()) fail("%d registers for %d warpgroups: they would wait forever", all, groups);
   }
 
   bool all_are(State state) const {
@@ -401,7 +416,8 @@ class Block {
   size_t first_of_warp_ = 0;  // of the running one
   int next_lane_ = 0, step_ = 1;
   std::deque<std::function<void()>> landings_;
-  size_t at_phases_ = 0;  // threads
+  size_t at_phases_ = 0;                      // threads
+  int registers_[kMostThreads / kWarpgroup];  // of a thread of each warpgroup
   Place scheduler_;
   unsigned char* arena_ = nullptr;
   unsigned char* shared_ = nullptr;

@@ -144,6 +144,8 @@ void warpgroup_together(const char* name, WarpOperation operation, void* mine) {
   Block::running->meet(name, operation, mine, true);
 }
 
+void set_registers(int count) { Block::running->set_registers(count); }
+
 int elected_lane() { return Block::running->elected_lane(); }
 
 void wait_for_phase(uint32_t barrier, bool parity) { Block::running->wait_for_phase(barrier, parity); }

@@ -44,6 +44,9 @@ using WarpOperation = void (*)(void* const* lanes);
 void together(const char* name, WarpOperation operation, void* mine);
 void warpgroup_together(const char* name, WarpOperation operation, void* mine);
 
+// The registers of a thread of the running thread's warpgroup: by one of its threads.
+void set_registers(int count);
+
 // The lane that an instruction elects: one in some blocks, another one in others.
 int elected_lane();
 

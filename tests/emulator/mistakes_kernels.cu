@@ -94,6 +94,17 @@ __global__ void pass_on_kernel(Mistake mistake, const float* from, float* to) {
   to[threadIdx.x] = x;
 }
 
+// Five warpgroups begin with 96 registers each.
+__global__ void registers_kernel(Mistake mistake) {
+  if (threadIdx.x >= 4 * kThreads) {
+    give_registers<24>();
+  } else if (mistake == Mistake::kTooManyRegisters) {
+    take_registers<120>();
+  } else {
+    take_registers<112>();
+  }
+}
+
 }  // namespace
 
 void multiply_with(Mistake mistake, const void* a, const void* b, float* c) {
@@ -109,5 +120,7 @@ void count_with(Mistake mistake, float* b, float* c) {
   launch<count_kernel>("count", {}, {1, kSize, 0, true}, b);
   launch<pass_on_kernel>("pass on", {}, {1, kSize, 0, true}, mistake, b, c);
 }
+
+void share_registers_with(Mistake mistake) { launch<registers_kernel>("registers", {}, {1, 5 * kThreads}, mistake); }
 
 }  // namespace fastweight::cuda

@@ -28,6 +28,8 @@ enum class Mistake {
   // of kernels that overlap
   kReadBeforeWaiting,
   kNoWait,
+  // of registers
+  kTooManyRegisters,
 };
 
 // c [64 x 64] = a b for dense bf16 matrices of 64 x 64.
@@ -38,5 +40,8 @@ void copy_with(Mistake mistake, const TensorMap& from, const TensorMap& to);
 
 // c[i] = b[i] = i for 64 numbers of either, by a kernel for each.
 void count_with(Mistake mistake, float* b, float* c);
+
+// Warpgroups that share the registers of a block.
+void share_registers_with(Mistake mistake);
 
 }  // namespace fastweight::cuda

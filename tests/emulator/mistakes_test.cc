@@ -76,6 +76,11 @@ TEST_F(EmulatorDeathTest, Copies) {
   EXPECT_DEATH(copy(Mistake::kBoxNotAligned), "not aligned to 128 bytes");
 }
 
+TEST_F(EmulatorDeathTest, Registers) {
+  cuda::share_registers_with(Mistake::kNone);
+  EXPECT_DEATH(cuda::share_registers_with(Mistake::kTooManyRegisters), "registers for 5 warpgroups");
+}
+
 TEST_F(EmulatorDeathTest, KernelsThatOverlap) {
   EXPECT_EQ(count(Mistake::kReadBeforeWaiting)[kSize - 1], 0);
   EXPECT_DEATH(count(Mistake::kNoWait), "leaves without having waited for the kernels before");

@@ -1,5 +1,5 @@
 // What src/cuda/sm90/barriers.cuh names, in C++. Not found here: a missing fence between ordinary and asynchronous
-// accesses, a wait for a parity that is two phases old, more registers than the device has.
+// accesses, a wait for a parity that is two phases old.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -58,16 +58,19 @@ inline bool elect_one() {
 }
 
 template <int kCount>
-void take_registers() {
+void set_registers() {
   static_assert(kCount >= 24 && kCount <= 256 && kCount % 8 == 0);
   emulator::warpgroup_together(
       "setmaxnreg", [](void* const*) {}, nullptr);
+  emulator::set_registers(kCount);
+}
+template <int kCount>
+void take_registers() {
+  set_registers<kCount>();
 }
 template <int kCount>
 void give_registers() {
-  static_assert(kCount >= 24 && kCount <= 256 && kCount % 8 == 0);
-  emulator::warpgroup_together(
-      "setmaxnreg", [](void* const*) {}, nullptr);
+  set_registers<kCount>();
 }
 
 }  // namespace fastweight::cuda
