@@ -291,11 +291,13 @@ INSTANTIATE_TEST_SUITE_P(GatesAndWidths, Sm90Decays,
                                             ::testing::ValuesIn(kWidthsOfKernels)),
                          name_of_variant);
 // Channels that two warpgroups share.
-INSTANTIATE_TEST_SUITE_P(KeysAbove128, Sm90Decays, ::testing::Values(std::tuple{Gate::kPerHead, Widths{192, 136}}),
+INSTANTIATE_TEST_SUITE_P(KeysAbove128, Sm90Decays,
+                         ::testing::Combine(::testing::Values(Gate::kPerHead, Gate::kPerChannel),
+                                            ::testing::Values(Widths{192, 136})),
                          name_of_variant);
 
 TEST(Sm90DeltaRuleForward, KeysAbove128) {
-  for (Gate gate : {Gate::kPerHead, Gate::kNone}) {
+  for (Gate gate : {Gate::kPerHead, Gate::kNone, Gate::kPerChannel}) {
     for (const Widths& widths : first<Widths>({{256, 64}, {136, 200}, {256, 256}, {192, 8}}, 2)) {
       expect_as_reference(draw(with_batch(sized(gate, 130, widths), 2), 23));
       expect_as_reference(case_without_initial_state_in_the_other_order(gate, widths));
@@ -529,7 +531,6 @@ TEST(Sm90DeltaRuleForward, WhatItDeclines) {
     expect_refused(ErrorCode::kUnsupported, reason, [&] { run_forward(draw(spec, 10)); });
   };
   expect(wide(Gate::kPerHead, 70, DType::kF32), "16-bit type");
-  expect(sized(Gate::kPerChannel, 70, {136, 128}), "up to 128");
   for (const Widths& widths : {Widths{1, 8}, {33, 64}, {64, 63}, {100, 128}, {128, 65}, {64, 129}}) {
     expect(sized(Gate::kPerHead, 70, widths), "multiples of 16 bytes");
   }

@@ -245,8 +245,7 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   const DeltaRuleInputs& in = problem.args.in;
   const DeltaRuleSizes& sizes = problem.sizes;
   if (const std::string reason = chunk_16bit::declines_forward(problem); !reason.empty()) return reason;
-  const int most_k = chunk_16bit::has_decay_per_channel(problem) ? kMostK : kMostScanK;
-  if (const std::string reason = declines_widths(sizes, most_k, in.q.device.index); !reason.empty()) return reason;
+  if (const std::string reason = declines_widths(sizes, kMostScanK, in.q.device.index); !reason.empty()) return reason;
   const auto has_rows = [](const TensorView& x) { return !x.present() || has_token_map(x); };
   if (!has_token_map(in.q) || !has_token_map(in.k) || !has_rows(in.v) || !has_rows(problem.args.o)) {
     return "rows of q, k, v and o must lie together, at multiples of 16 bytes";

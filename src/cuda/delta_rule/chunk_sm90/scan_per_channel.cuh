@@ -1,4 +1,4 @@
-// The scan over the chunks of a sequence on Hopper, for one decay per key channel, K <= 128 and any V: as scan.cuh, with the
+// The scan over the chunks of a sequence on Hopper, for one decay per key channel: as scan.cuh, with the
 // decays and norms inside three copies of the keys, which the factors made. See ../chunk.cuh for the equations. A state
 // warpgroup goes through a chunk with five groups of products:
 //
@@ -9,7 +9,8 @@
 //     O = O + R^T sP^T               while it runs, S is rounded for the next chunk, and scaled by its e_n, a number per
 //                                    channel
 //
-// With K <= 64 two blocks of 64 columns are on a multiprocessor, as in scan.cuh.
+// With K <= 64 two blocks of 64 columns are on a multiprocessor, and with K above 128 two warpgroups have half of the channels
+// of 64 columns each, as in scan.cuh.
 //
 // A chunk has 80 KB of operands, K <= 64 40 KB, and memory is what binds. They come in three rings, in the order in which
 // they are used, so that the copies of a later chunk begin where a product of this one has ended:
@@ -39,22 +40,22 @@ namespace {
 // What a scan leaves behind: maps of segments, or outputs, with states before chunks in shared memory or without.
 enum class ChannelMakes { kMaps, kOutputs, kOutputsAndStates };
 
-// A block has kGroups warpgroups of the state, and one more that serves them.
+// A block has kGroups ranges of columns, each of one warpgroup or of two halves, and a warpgroup that serves them.
 template <int kK, int kGroups, ChannelMakes kMakes>
 struct ChannelBlock {
   static constexpr bool kMaps = kMakes == ChannelMakes::kMaps, kSends = kMakes == ChannelMakes::kOutputsAndStates;
   static_assert(kK == 128 || (kGroups == 1 && !kMaps && !kSends));
-  static constexpr bool kMakesMaps = kMaps, kSendsStates = kSends;
-  static constexpr int kWidth = kK, kStateGroups = kGroups;
-  static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
-  static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
+  static constexpr bool kMakesMaps = kMaps, kSendsStates = kSends, kHalves = kK == 256;
+  static constexpr int kWidth = kK, kRanges = kGroups, kStateGroups = kHalves ? 2 : kGroups;
+  static constexpr int kStateWarps = kStateGroups * kGroupWarps, kThreads = (kStateGroups + 1) * kGroupThreads;
   static constexpr int kColumns = kGroups * kGroupColumns;
   static constexpr int kBlocksOnOne = kK == 64 ? 2 : 1;  // multiprocessor
   // A warpgroup that has a multiprocessor for itself and the one that serves it needs no more registers.
-  static constexpr bool kTakesRegisters = kK == 64 || kGroups == 2;
+  static constexpr bool kTakesRegisters = kK == 64 || kStateGroups == 2;
   static constexpr int kStateRegisters = kK == 64 ? 216 : 232, kOtherRegisters = 40;
-  static_assert(kGroups * kStateRegisters + kOtherRegisters <= (kGroups == 2 ? 3 * 168 : 512 / kBlocksOnOne));
-  static constexpr int kReadDepth = kK == 64 || kSends ? 2 : 3, kDepth = kK == 64 || kGroups == 2 ? 2 : 3;
+  static_assert(kStateGroups * kStateRegisters + kOtherRegisters <= (kStateGroups == 2 ? 3 * 168 : 512 / kBlocksOnOne));
+  static constexpr int kReadDepth = kK != 128 || kSends ? 2 : 3;
+  static constexpr int kDepth = kHalves ? 1 : kK == 64 || kGroups == 2 ? 2 : 3;
 
   struct Read {
     unsigned char reader[KeyTile<kK>::kBytes], v[kGroups][ValueTile::kBytes];
@@ -89,6 +90,8 @@ struct ChannelBlock {
     ScanWork work;
     int first_item;      // of the factors
     WalkFlags flags[3];  // of the threads that fill the rings
+    float4 halves[kHalves ? 2 : 1][kHalves ? kTokenTiles : 1]
+                 [kHalves ? kGroupThreads : 1];  // of X, then O, of a thread
   };
   static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 
@@ -123,7 +126,7 @@ struct ChannelScanBringer {
     filled.arrive_expecting(Shape::kReadBytes);
     load_copy<Shape::kWidth>(s.read[at].reader, maps.keys, kReader, item, filled);
 #pragma unroll
-    for (int i = 0; i < Shape::kStateGroups; ++i) {
+    for (int i = 0; i < Shape::kRanges; ++i) {
       load_panels(ValueTile(s.read[at].v[i]), maps.v, column + i * kGroupColumns, value_columns(args), values, filled);
     }
     load_bytes(shared_address(s.beta[at]), args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes, filled);
@@ -201,7 +204,7 @@ struct ChannelScanStorer {
     uint32_t parity = 0;
     for (int c = Shape::kSendsStates ? 0 : 1; c <= walk.chunks; ++c, parity ^= 1) {
 #pragma unroll
-      for (int i = 0; i < Shape::kStateGroups; ++i) {
+      for (int i = 0; i < Shape::kRanges; ++i) {
         typename Shape::Handed& handed = s.handed[i];
         handed.there.wait(parity);
         if (part.column + i * kGroupColumns < args.problem.head_dim_v) {
@@ -250,10 +253,34 @@ struct ChannelValues {
 
 template <DType kType, class Shape>
 struct ChannelStateGroup {
-  static constexpr int kK = Shape::kWidth;
-  static constexpr bool kMaps = Shape::kMakesMaps, kSends = Shape::kSendsStates;
-  const StateColumns<kK, Shape::kStateGroups>& own;
+  static constexpr bool kMaps = Shape::kMakesMaps, kSends = Shape::kSendsStates, kHalves = Shape::kHalves;
+  static constexpr int kParts = kHalves ? 2 : 1, kK = Shape::kWidth / kParts;  // channels of the warpgroup
+  using Keys = KeyTile<kK>;
+  using Columns = StateColumns<kK, Shape::kRanges, kParts>;
+  const Columns& own;
   typename Shape::Shared& s;
+
+  // Which half of the channels, and where it lies in a copy of the keys.
+  __device__ __forceinline__ int half() const { return kHalves ? own.first_channel / kK : 0; }
+  __device__ __forceinline__ Keys own_keys(const unsigned char* memory) const {
+    return Keys(memory + half() * Keys::kBytes);
+  }
+  // O of the second half goes to the first, which alone has outputs.
+  __device__ __forceinline__ bool has_outputs() const { return half() == 0; }
+
+  // X of both halves to both, and O to the first, as in scan.cuh.
+  __device__ __forceinline__ void exchange_X(TokenSums& X) const {
+    const int thread = kWarpSize * own.warp + own.lane;
+    put_sums(X, thread, s.halves[half()]);
+    named_barrier<1>(2 * kGroupThreads);
+    add_sums(s.halves[1 - half()], thread, X);
+  }
+  __device__ __forceinline__ void hand_O(TokenSums& O) const {
+    const int thread = kWarpSize * own.warp + own.lane;
+    if (!has_outputs()) put_sums(O, thread, s.halves[0]);
+    named_barrier<2>(2 * kGroupThreads);
+    if (has_outputs()) add_sums(s.halves[0], thread, O);
+  }
 
   // S^T before a chunk and o^T of the one before it to shared memory, whose tiles are free, from where they are stored once
   // they are announced.
@@ -263,17 +290,20 @@ struct ChannelStateGroup {
     for (int m = 0; m < kKeySteps<kK>; ++m) tile.store_a(16 * own.warp, m, own.lane, S[m]);
   }
   __device__ __forceinline__ void put_outputs(const Fragments<kTokenSteps>& o) const {
+    if (!has_outputs()) return;
     const ValueTile tile(s.o[own.group]);
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) tile.store_c_transposed(16 * m, own.warp, own.lane, o[m]);
   }
   __device__ __forceinline__ void announce() const {
+    if (!has_outputs()) return;
     fence_async_proxy();
     __syncwarp();
     if (own.lane == 0) s.handed[own.group].there.arrive();
   }
   // The tiles are free when what they had before has left.
   __device__ __forceinline__ void wait_taken(typename Shape::Turns& turn) const {
+    if (!has_outputs()) return;
     s.handed[own.group].taken.wait(turn.handed ^ 1);
     turn.handed ^= 1;
   }
@@ -286,7 +316,9 @@ struct ChannelStateGroup {
   // The state before chunk c as the product that advances it wants it.
   __device__ __forceinline__ void scale_state(const typename Shape::Turns& turn, StateSums<kK>& S) const {
 #pragma unroll
-    for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile(column_pair(s.total[turn.read.at], n, own.lane), S[n], S[n]);
+    for (int n = 0; n < kKeyTiles<kK>; ++n) {
+      scale_tile(column_pair(s.total[turn.read.at] + kK * half(), n, own.lane), S[n], S[n]);
+    }
   }
 
   // What products read, and what a chunk hands to the next one, rounded.
@@ -360,7 +392,7 @@ struct ChannelStateGroup {
         own.save_state(c, false, S);
       }
     }
-    const KeyTile<kK> reader(s.read[turn.read.at].reader);
+    const Keys reader = own_keys(s.read[turn.read.at].reader);
     wgmma_fence(X, rounded.S);
 #pragma unroll
     for (int m = 0; m < kKeySteps<kK>; ++m) {
@@ -373,7 +405,7 @@ struct ChannelStateGroup {
   __device__ __forceinline__ void solve_chunk(int c, typename Shape::Turns& turn, StateSums<kK>& S, TokenSums& X,
                                               TokenSums& O, Rounded& rounded) const {
     const int first = turn.read.at, at = turn.other.at;
-    const KeyTile<kK> query(s.solve[at].query);
+    const Keys query = own_keys(s.solve[at].query);
     const LowerTile J(s.solve[at].J);
     ChannelValues values;
     values.load(ValueTile(s.read[first].v[own.group]), s.beta[first], own.warp, own.lane);
@@ -393,6 +425,7 @@ struct ChannelStateGroup {
       wgmma_commit();
       wgmma_wait<1>(X);
     }
+    if constexpr (kHalves) exchange_X(X);
     Fragments<kTokenSteps> bD;
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) values.template correct<kType>(m, X, bD[m]);
@@ -411,6 +444,7 @@ struct ChannelStateGroup {
     } else {
       wgmma_wait<0>(X, O);
     }
+    if constexpr (kHalves) hand_O(O);
     release(s.of_solve.free[at], own.lane);
   }
 
@@ -418,7 +452,7 @@ struct ChannelStateGroup {
   __device__ __forceinline__ void advance(typename Shape::Turns& turn, StateSums<kK>& S, const TokenSums& X,
                                           TokenSums& O, Rounded& rounded) const {
     const auto& write = s.write[turn.other.at];
-    const KeyTile<kK> writer(write.writer);
+    const Keys writer = own_keys(write.writer);
     const LowerTile sP(write.sP);
     auto& R = rounded.R;
 #pragma unroll
@@ -479,9 +513,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
   } else {
     if constexpr (Shape::kTakesRegisters) take_registers<Shape::kStateRegisters>();
     const auto& [part, walk, is_tail] = s.work;
-    const StateColumns<Shape::kWidth, Shape::kStateGroups> own{
-        args, part, walk, is_tail, warp / kGroupWarps, warp % kGroupWarps, opaque_below<kWarpSize>(lane)};
-    if (walk.exists) ChannelStateGroup<kType, Shape>{own, s}.run();
+    using Group = ChannelStateGroup<kType, Shape>;
+    const int group = warp / kGroupWarps;
+    const typename Group::Columns own{args,
+                                      part,
+                                      walk,
+                                      is_tail,
+                                      Shape::kHalves ? 0 : group,
+                                      warp % kGroupWarps,
+                                      opaque_below<kWarpSize>(lane),
+                                      Shape::kHalves ? Group::kK * group : 0};
+    if (walk.exists) Group{own, s}.run();
   }
   if (args.published == nullptr) return;
   __syncthreads();  // a warp that waits for the kernel before keeps its other lanes from working
@@ -508,8 +550,11 @@ void launch_channel_scan(const ForwardArgs& args, const ChannelScanMaps& maps, i
     of.template operator()<ChannelBlock<128, 2, ChannelMakes::kMaps>>();
     launch_compose(args, context);
   }
-  if (padded_k(args.problem.head_dim_k) == 64) {
+  const int K = padded_k(args.problem.head_dim_k);
+  if (K == 64) {
     of.template operator()<ChannelBlock<64, 1, ChannelMakes::kOutputs>>();
+  } else if (K == 256) {
+    of.template operator()<ChannelBlock<256, 1, ChannelMakes::kOutputs>>();
   } else {
     maps.has_states ? with.template operator()<ChannelMakes::kOutputsAndStates>()
                     : with.template operator()<ChannelMakes::kOutputs>();

@@ -20,7 +20,7 @@ ChannelScanMaps channel_scan_maps(const DeltaRuleInputs& in, const TensorView& o
 
 size_t channel_scan_bytes(int padded_k);  // of shared memory in the largest block
 
-// As launch_scan of scan.h, K up to 64 always with 64 columns. For bf16 and fp16, a file each.
+// As launch_scan of scan.h, K up to 64 or above 128 always with 64 columns. For bf16 and fp16, a file each.
 template <DType kType>
 void launch_channel_scan(const ForwardArgs& args, const ChannelScanMaps& maps, int columns, const Context& context);
 

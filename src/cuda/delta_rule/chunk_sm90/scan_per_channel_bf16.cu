@@ -13,6 +13,7 @@ constexpr size_t kWideBytes = std::max(sizeof(typename ChannelBlock<128, 1, kMak
 
 size_t channel_scan_bytes(int padded_k) {
   if (padded_k == 64) return sizeof(ChannelBlock<64, 1, ChannelMakes::kOutputs>::Shared);
+  if (padded_k == 256) return sizeof(ChannelBlock<256, 1, ChannelMakes::kOutputs>::Shared);
   return std::max(kWideBytes<ChannelMakes::kOutputs>, kWideBytes<ChannelMakes::kOutputsAndStates>);
 }
 
