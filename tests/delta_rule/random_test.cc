@@ -15,7 +15,7 @@ DeltaRuleSpec random_spec(Dice& dice) {
   spec = with_random_sequences(dice, spec);
   spec.dtype = dice.pick({DType::kF32, DType::kF32, DType::kF32, DType::kBF16, DType::kF16, DType::kF64});
   if (dice.chance(15)) {  // for the kernels of Hopper
-    spec.K = dice.pick<int64_t>({72, 96, 128});
+    spec.K = dice.pick<int64_t>({72, 96, 128, 192});
     spec.V = dice.pick<int64_t>({72, 104, 128});
     spec.dtype = dice.pick({DType::kBF16, DType::kF16});
   }

@@ -468,7 +468,8 @@ TEST(Sm90Backward, ValuesAbove128) {
 
 // States that are made again have the bits of the forward's here too.
 TEST(Sm90Backward, KeysAbove128) {
-  for (const auto& [gate, widths] : {std::pair{Gate::kPerHead, Widths{192, 136}}, {Gate::kNone, {256, 64}}}) {
+  for (const auto& [gate, widths] :
+       {std::pair{Gate::kPerHead, Widths{192, 136}}, {Gate::kNone, {256, 64}}, {Gate::kPerChannel, {192, 72}}}) {
     const DeltaRuleCase problem = draw(with_lengths(with_heads(sized(gate, 0, widths), 1, 2), {67, 0, 140}), 32);
     expect_as_reference(problem);
     const Tensor states = support::forward(problem, context(), true).chunk_states;
@@ -495,6 +496,7 @@ TEST(Sm90Backward, TheVerboseLineSaysWhoseGradientsRun) {
     for (const int64_t K : {64, 128}) expect(Gate::kPerHead, {K, V}, DType::kF16, true);
   }
   expect(Gate::kNone, {192, 64}, DType::kBF16, false);
+  expect(Gate::kPerChannel, {192, 64}, DType::kBF16, false);
   for (const int64_t V : {64, 128, 136, 256}) {
     for (const int64_t K : {8, 64, 72}) expect(Gate::kPerChannel, {K, V}, DType::kBF16, true);
   }
@@ -510,7 +512,6 @@ TEST(Sm90Backward, WhatItDeclines) {
     expect_refused(ErrorCode::kUnsupported, reason, [&] { run(draw(spec, 10)); });
   };
   expect(wide(Gate::kPerHead, 70, DType::kF32), "16-bit type");
-  expect(sized(Gate::kPerChannel, 70, {136, 128}), "up to 128");
   for (const Widths& widths : {Widths{1, 8}, {33, 64}, {64, 63}, {100, 128}, {128, 65}, {64, 129}}) {
     expect(sized(Gate::kPerHead, 70, widths), "multiples of 16 bytes");
   }

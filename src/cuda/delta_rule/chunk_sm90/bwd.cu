@@ -162,7 +162,7 @@ void scan_channels_back(const DeltaRuleBackwardProblem& problem, const GradientA
 bool takes_channel_gradients(const DeltaRuleBackwardProblem& problem) {
   const DeltaRuleInputs& in = problem.args.in;
   const int K = padded_k(problem.sizes.head_dim_k);
-  return (in.k.dtype == DType::kBF16 || !problem.args.options.gate_in_kernel) &&
+  return K <= kMostK && (in.k.dtype == DType::kBF16 || !problem.args.options.gate_in_kernel) &&
          lacks_shared_memory(channel_gradients_bytes(K), in.q.device.index).empty();
 }
 
@@ -237,9 +237,7 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   const DeltaRuleInputs& in = call.in;
   const DeltaRuleSizes& sizes = problem.sizes;
   if (const std::string reason = chunk_16bit::declines_backward(problem); !reason.empty()) return reason;
-  const bool per_channel = chunk_16bit::has_decay_per_channel(problem);
-  const int most_k = per_channel ? kMostK : kMostScanK;
-  if (const std::string reason = declines_widths(sizes, most_k, in.q.device.index); !reason.empty()) return reason;
+  if (const std::string reason = declines_device(in.q.device.index); !reason.empty()) return reason;
   if (!call.d_o.present()) return "d_o must be there";
   const DType dtype = in.k.dtype;
   if (!has_token_map(in.q) || !has_token_map(in.k) || !has_token_map(in.v) || !has_token_map(call.d_o) ||
@@ -254,7 +252,7 @@ std::string declines_backward(const DeltaRuleBackwardProblem& problem) {
   const int64_t parts = sizes.num_sequences * sizes.num_value_heads * ((sizes.head_dim_v + 63) / 64);
   if (sizes.tokens > kMost || items > kMost || parts > kMost) return "too many tokens";
   const int K = padded_k(sizes.head_dim_k);
-  if (per_channel) {
+  if (chunk_16bit::has_decay_per_channel(problem)) {
     return lacks_shared_memory(std::max(channel_scan_bytes(K), channel_scan_back_bytes(K)), in.q.device.index);
   }
   const size_t of_gradients = K <= kMostK ? gradients_bytes(K, columns_of_gradients(sizes)) : 0;

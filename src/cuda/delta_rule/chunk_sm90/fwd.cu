@@ -173,9 +173,8 @@ int scan_columns(const DeltaRuleSizes& sizes, const ScanArgs& args, int device) 
   return count_ranges(sizes, walks) <= device_attribute(cudaDevAttrMultiProcessorCount, device) ? 64 : 128;
 }
 
-std::string declines_widths(const DeltaRuleSizes& sizes, int most_k, int device) {
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor, device) != 9) return "needs compute capability 9.0";
-  return sizes.head_dim_k <= most_k ? "" : "takes K up to " + std::to_string(most_k);
+std::string declines_device(int device) {
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 ? "" : "needs compute capability 9.0";
 }
 
 ScanMaps scan_maps(const DeltaRuleInputs& in, const TensorView& o, const ChunkArgs& args) {
@@ -245,7 +244,7 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
   const DeltaRuleInputs& in = problem.args.in;
   const DeltaRuleSizes& sizes = problem.sizes;
   if (const std::string reason = chunk_16bit::declines_forward(problem); !reason.empty()) return reason;
-  if (const std::string reason = declines_widths(sizes, kMostScanK, in.q.device.index); !reason.empty()) return reason;
+  if (const std::string reason = declines_device(in.q.device.index); !reason.empty()) return reason;
   const auto has_rows = [](const TensorView& x) { return !x.present() || has_token_map(x); };
   if (!has_token_map(in.q) || !has_token_map(in.k) || !has_rows(in.v) || !has_rows(problem.args.o)) {
     return "rows of q, k, v and o must lie together, at multiples of 16 bytes";

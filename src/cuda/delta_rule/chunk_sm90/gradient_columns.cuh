@@ -213,6 +213,20 @@ struct GradientColumns {
   }
 };
 
+// Sums of both parts of the channels to both warpgroups: the first adds what the second brings. Each thread exchanges with one.
+template <class Columns>
+__device__ __forceinline__ void exchange_sums(const Columns& own, HandedSums& memory, TokenSums& X) {
+  const int thread = kWarpSize * own.warp + own.lane;
+  if (own.group == 1) put_sums(X, thread, memory);
+  named_barrier<3>(2 * kGroupThreads);
+  if (own.group == 0) {
+    add_sums(memory, thread, X);
+    put_sums(X, thread, memory);
+  }
+  named_barrier<4>(2 * kGroupThreads);
+  if (own.group == 1) take_sums(memory, thread, X);
+}
+
 // The warps that store, by one lane each: for a warpgroup, which goes on meanwhile. G and Y may take the places of those of the
 // window before, which the gradients before the kernel read.
 template <class Shape, class Maps>

@@ -10,7 +10,7 @@
 
 namespace fastweight::cuda::chunk_sm90 {
 
-// Kernels have K padded to 64, 128 or, factors and scans for one decay per head or none, 256.
+// Kernels have K padded to 64, 128 or 256: gradients, and factors with a decay per channel, only up to 128.
 inline constexpr int kMostK = 128, kMostScanK = 256;
 
 // Value columns that a warpgroup has of a state.
@@ -42,8 +42,8 @@ TensorMap states_map(const DeviceStates& states, int width, const chunk_16bit::C
 // Whether the states that a forward saves have one.
 bool have_states_map(const chunk_16bit::ChunkArgs& args);
 
-// What keeps the kernels of either direction from a problem: the device, or K; empty if nothing does.
-std::string declines_widths(const DeltaRuleSizes& sizes, int most_k, int device);
+// What keeps the kernels of either direction from a device; empty if nothing does.
+std::string declines_device(int device);
 
 // Value columns of a block of a scan over sequences or segments.
 int scan_columns(const DeltaRuleSizes& sizes, const ScanArgs& args, int device);

@@ -160,19 +160,6 @@ struct BackGroup {
     return KeyTile<kK>(memory + (kParts == 2 ? own.group * KeyTile<kK>::kBytes : 0));
   }
 
-  // X of both parts to both: the first adds what the second brings. Each thread exchanges with one.
-  __device__ __forceinline__ void exchange_X(TokenSums& X) const {
-    const int thread = kWarpSize * own.warp + own.lane;
-    if (own.group == 1) put_sums(X, thread, s.X);
-    named_barrier<3>(2 * kGroupThreads);
-    if (own.group == 0) {
-      add_sums(s.X, thread, X);
-      put_sums(X, thread, s.X);
-    }
-    named_barrier<4>(2 * kGroupThreads);
-    if (own.group == 1) take_sums(s.X, thread, X);
-  }
-
   // G^T of the chunk's end.
   __device__ __forceinline__ void leave_G(const Fragments<kKeySteps<kK>>& rG, uint32_t parity) const {
     if constexpr (Shape::kMakesMaps) return;
@@ -226,7 +213,7 @@ struct BackGroup {
       leave_G(rG, turn.parity);
       wgmma_wait<0>(X, D);
       if (lane == 0) s.sP_free[turn.sP.at].arrive();
-      if constexpr (kParts == 2) exchange_X(X);
+      if constexpr (kParts == 2) exchange_sums(own, s.X, X);
 #pragma unroll
       for (int n = 0; n < kTokenTiles; ++n) {
         const float2 w = token_pair(token, kOnWrite, n, lane);

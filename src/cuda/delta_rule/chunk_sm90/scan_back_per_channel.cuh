@@ -1,5 +1,4 @@
-// The scan from the last chunk of a sequence to the first on Hopper, for one decay per key channel, K <= 128 and any V: as
-// scan_back.cuh, with the decays and norms inside three copies of the keys. See ../chunk_16bit/gradient.cuh for the
+// The scan from the last chunk of a sequence to the first on Hopper, for one decay per key channel: as scan_back.cuh, with the decays and norms inside three copies of the keys. See ../chunk_16bit/gradient.cuh for the
 // equations. A warpgroup goes through a chunk with five groups of products:
 //
 //     X = G^T writer^T               with G in two parts: what its rounding took is an operand as well
@@ -16,13 +15,15 @@
 //     read     J, query, reader, beta, e_n          until the chunk's end
 //
 // With K <= 64 a block has 64 columns, and two are on a multiprocessor, as in scan.cuh. For that `read` has room for one
-// chunk: a block waits for it between its first two products and the third, while the other one multiplies.
+// chunk: a block waits for it between its first two products and the third, while the other one multiplies. So it has with K
+// above 128, where two warpgroups have half of the channels of 64 columns each, as in scan_back.cuh.
 //
 // Rows beyond the tokens of a chunk are zeros in the copies of the keys and in d_o, and so they are in Y. Maps are made as in
 // scan_back.cuh.
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/common/launch.h"
 #include "cuda/delta_rule/chunk_sm90/gradient_columns.cuh"
@@ -31,44 +32,53 @@
 namespace fastweight::cuda::chunk_sm90 {
 namespace {
 
-// A block has kGroups warpgroups of the state, and one more: its first and last warps bring operands, and one between them for
-// each warpgroup stores what it leaves.
-template <int kK, int kGroups, bool kMaps = false>
+// A block has warpgroups of the state, and one more: its first and last warps bring operands, and one between them for each
+// warpgroup stores what it leaves.
+template <int kK, int kRanges, bool kMaps = false>
 struct ChannelBackBlock {
-  static_assert(kK == 128 || kGroups == 1);
-  static_assert(!kMaps || (kK == 128 && kGroups == 2));
-  static constexpr int kWidth = kK, kParts = 1, kOwnChannels = kK, kStateGroups = kGroups;
+  static_assert(kK == 128 || kRanges == 1);
+  static_assert(!kMaps || (kK == 128 && kRanges == 2));
+  static constexpr int kWidth = kK, kParts = kK == 256 ? 2 : 1, kOwnChannels = kK / kParts;  // of a warpgroup
+  static constexpr int kStateGroups = kRanges * kParts;
   static constexpr bool kMakesMaps = kMaps;
-  static constexpr int kStateWarps = kGroups * kGroupThreads / kWarpSize;
-  static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-  static constexpr int kColumns = kGroups * kGroupColumns;
+  static constexpr int kStateWarps = kStateGroups * kGroupWarps, kThreads = (kStateGroups + 1) * kGroupThreads;
+  static constexpr int kColumns = kRanges * kGroupColumns;
   static constexpr int kBlocksOnOne = kK == 64 ? 2 : 1;  // multiprocessor
-  static constexpr bool kTakesRegisters = kK == 64 || kGroups == 2;
+  static constexpr bool kTakesRegisters = kK == 64 || kStateGroups == 2;
   static constexpr int kStateRegisters = kK == 64 ? 184 : 216, kOtherRegisters = 72;
-  static_assert(kGroups * kStateRegisters + kOtherRegisters <= (kGroups == 2 ? 3 * 168 : 512 / kBlocksOnOne));
-  static constexpr int kDepth = 2, kReadDepth = kK == 64 ? 1 : kDepth;
+  static_assert(kStateGroups * kStateRegisters + kOtherRegisters <= (kStateGroups == 2 ? 3 * 168 : 512 / kBlocksOnOne));
+  static constexpr int kDepth = 2, kReadDepth = kK == 128 ? kDepth : 1;
 
   struct Write {
-    unsigned char writer[KeyTile<kK>::kBytes], sP[LowerTile::kBytes], d_o[kGroups][ValueTile::kBytes];
+    unsigned char writer[KeyTile<kK>::kBytes], sP[LowerTile::kBytes], d_o[kRanges][ValueTile::kBytes];
   };
   struct Read {
     unsigned char J[LowerTile::kBytes], query[KeyTile<kK>::kBytes], reader[KeyTile<kK>::kBytes];
   };
-  struct Leaving {
-    unsigned char G[StateTile<kK>::kBytes], Y[WritesTile::kBytes], dv[ValueTile::kBytes];
+  // On the way out of a warpgroup: G, and Y and dv, which have its place where there is no other.
+  struct Both {
+    unsigned char G[StateTile<kOwnChannels>::kBytes], Y[WritesTile::kBytes], dv[ValueTile::kBytes];
   };
+  union OneAfterTheOther {
+    unsigned char G[StateTile<kOwnChannels>::kBytes];
+    struct {
+      unsigned char Y[WritesTile::kBytes], dv[ValueTile::kBytes];
+    };
+  };
+  using Leaving = std::conditional_t<kParts == 1, Both, OneAfterTheOther>;
   static constexpr uint32_t kBetaBytes = kChunkRows * sizeof(float), kTotalBytes = kK * sizeof(float);
 
   struct alignas(1024) Shared {
     Write write[kDepth];
     Read read[kReadDepth];
-    Leaving leaving[kGroups];
+    Leaving leaving[kStateGroups];
+    float4 X[kParts == 2 ? kTokenTiles : 1][kParts == 2 ? kGroupThreads : 1];  // of a thread, between parts
     alignas(16) float beta[kReadDepth][kChunkRows];
     alignas(16) float total[kReadDepth][kK];
-    ScanWork work[kGroups];  // of a warpgroup: here it takes no registers
+    ScanWork work[kStateGroups];  // of a warpgroup: here it takes no registers
     RingBarriers<kDepth> of_write;
     RingBarriers<kReadDepth> of_read;
-    LeavingBarriers<kGroups> barriers_of_leaving;
+    LeavingBarriers<kStateGroups> barriers_of_leaving;
   };
   static_assert(kBlocksOnOne * (sizeof(Shared) + 1024) <= 228 * 1024);
 
@@ -102,7 +112,7 @@ struct ChannelBackBringer {
     filled.arrive_expecting(sizeof(typename Shape::Write));
     load_copy<Shape::kWidth>(s.write[at].writer, maps.keys, kWriter, item, filled);
 #pragma unroll
-    for (int i = 0; i < Shape::kStateGroups; ++i) {
+    for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
       load_panels(ValueTile(s.write[at].d_o[i]), maps.d_o, column + i * kGroupColumns, args.problem.head_dim_v, values,
                   filled);
     }
@@ -138,27 +148,39 @@ struct ChannelBackBringer {
 
 template <DType kType, class Shape>
 struct ChannelBackGroup {
-  static constexpr int kK = Shape::kWidth;
+  static constexpr int kK = Shape::kOwnChannels, kParts = Shape::kParts;
   using Turn = typename Shape::Turn;
-
-  const GradientColumns<kK, Shape::kStateGroups>& own;
+  using Columns = GradientColumns<kK, Shape::kColumns / kGroupColumns, kParts>;
+  const Columns& own;
   typename Shape::Shared& s;
+
+  // The warpgroup's channels of a copy of the keys.
+  __device__ __forceinline__ KeyTile<kK> own_keys(const unsigned char* memory) const {
+    return KeyTile<kK>(memory + (kParts == 2 ? own.group * KeyTile<kK>::kBytes : 0));
+  }
 
   // G^T of the chunk's end.
   __device__ __forceinline__ void leave_G(const Fragments<kKeySteps<kK>>& rG, uint32_t parity) const {
     if constexpr (Shape::kMakesMaps) return;
-    s.barriers_of_leaving.G_left[own.group].wait(parity ^ 1);
+    auto& barriers = s.barriers_of_leaving;
+    const bool after_Y = kParts == 2 && own.share().leaves_Y();
+    (after_Y ? barriers.Y_left : barriers.G_left)[own.group].wait(parity ^ 1);
     own.write_G(s.leaving[own.group].G, rG);
-    own.hand_over(s.barriers_of_leaving.G_ready[own.group]);
+    own.hand_over(barriers.G_ready[own.group]);
   }
 
   // Y^T = X and dv = beta Y.
   __device__ __forceinline__ void leave_Y(const float* beta, const TokenSums& X, uint32_t parity) const {
-    if constexpr (Shape::kMakesMaps) return;
+    if (Shape::kMakesMaps || !own.share().leaves_Y()) return;
     auto& leaving = s.leaving[own.group];
-    s.barriers_of_leaving.Y_left[own.group].wait(parity ^ 1);
+    auto& barriers = s.barriers_of_leaving;
+    if constexpr (kParts == 2) {
+      barriers.G_left[own.group].wait(parity);
+    } else {
+      barriers.Y_left[own.group].wait(parity ^ 1);
+    }
     own.template write_Y<kType>(leaving.Y, leaving.dv, beta, X);
-    own.hand_over(s.barriers_of_leaving.Y_ready[own.group]);
+    own.hand_over(barriers.Y_ready[own.group]);
   }
 
   // What the rounding took of G, rounded.
@@ -202,9 +224,10 @@ struct ChannelBackGroup {
     round_sums<kType, kKeySteps<kK>>(G, rG);
     for (int c = own.walk.chunks - 1; c >= 0; --c, turn.next()) {
       const int first = turn.ring.at, at = turn.read_at();
-      const KeyTile<kK> writer(s.write[first].writer), query(s.read[at].query), reader(s.read[at].reader);
+      const KeyTile<kK> writer = own_keys(s.write[first].writer);
+      const KeyTile<kK> query = own_keys(s.read[at].query), reader = own_keys(s.read[at].reader);
       const LowerTile sP(s.write[first].sP), J(s.read[at].J);
-      const ValueTile d_o_rows(s.write[first].d_o[own.group]);
+      const ValueTile d_o_rows(s.write[first].d_o[own.share().range()]);
       TokenSums X;
       Fragments<kKeySteps<kK>> low;
       round_rest(G, rG, low);  // here, because ptxas waits for all products before it lets G be read (C7517)
@@ -218,11 +241,18 @@ struct ChannelBackGroup {
       Fragments<kTokenSteps> d_o, dR, bY;
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) d_o_rows.load_c_transposed(16 * m, own.warp, lane, d_o[m]);
-      wgmma_fence(d_o);
+      if constexpr (kParts == 1) {
+        wgmma_fence(d_o);
+      } else {
+        leave_G(rG, turn.parity);
+        wgmma_wait<0>(X);
+        exchange_sums(own, s.X, X);
+        wgmma_fence(X, d_o);
+      }
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, d_o[m], sP.along_columns(0, m));
       wgmma_commit();
-      leave_G(rG, turn.parity);
+      if constexpr (kParts == 1) leave_G(rG, turn.parity);
       wgmma_wait<0>(X);
       release(s.of_write.free[first], lane);
       round_sums<kType, kTokenSteps>(X, dR);
@@ -233,7 +263,9 @@ struct ChannelBackGroup {
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kChunkRows>(X, dR[m], J.along_columns(0, m));
       wgmma_commit();
 #pragma unroll
-      for (int n = 0; n < kKeyTiles<kK>; ++n) scale_tile(column_pair(s.total[at], n, lane), G[n], G[n]);
+      for (int n = 0; n < kKeyTiles<kK>; ++n) {
+        scale_tile(column_pair(s.total[at] + own.share().channel(), n, lane), G[n], G[n]);
+      }
       wgmma_fence(G);
 #pragma unroll
       for (int m = 0; m < kTokenSteps; ++m) wgmma<kType, kK>(G, d_o[m], query.along_columns(0, m));
@@ -262,7 +294,6 @@ template <DType kType, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     channel_scan_back_kernel(const __grid_constant__ GradientArgs args,
                              const __grid_constant__ ChannelScanBackMaps maps, PartRange parts) {
-  constexpr int kGroups = Shape::kStateGroups;
   auto& s = aligned_shared<typename Shape::Shared>();
   if (threadIdx.x == 0) {
     s.of_write.init(Shape::kStateWarps);
@@ -280,7 +311,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     const int role = warp - Shape::kStateWarps;
     if (role % 3 == 0 && elect_one()) ChannelBackBringer<Shape>{args.chunk, maps, s}.run(parts, role == 0);
     if constexpr (!Shape::kMakesMaps) {
-      if (role >= 1 && role <= kGroups && elect_one()) {
+      if (role >= 1 && role <= Shape::kStateGroups && elect_one()) {
         BackStorer<Shape, ChannelScanBackMaps>{args, maps, s, role - 1}.run(parts);
       }
     }
@@ -290,8 +321,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     const int group = warp / 4;
     for_each_part_back<Shape>(args.chunk, parts, group, s.work[group], [&] {
       const auto& [part, walk, is_tail] = s.work[group];
-      const GradientColumns<Shape::kWidth, kGroups> own{args, part, walk, is_tail, group, warp % 4, lane};
-      ChannelBackGroup<kType, Shape>{own, s}.run(turn);
+      using Group = ChannelBackGroup<kType, Shape>;
+      const typename Group::Columns own{args, part, walk, is_tail, group, warp % 4, lane};
+      Group{own, s}.run(turn);
     });
   }
   if (!args.waits_late) return;
@@ -317,8 +349,10 @@ void launch_channel_scan_back(const GradientArgs& args, const ChannelScanBackMap
     launch_channel_scan_back_of<kType, Shape>(some, maps, parts, most, context);
   };
   const auto over = [&](const GradientArgs& some, const PartRange& parts) {
-    if (padded_k(args.chunk.problem.head_dim_k) == 64) {
-      of.template operator()<ChannelBackBlock<64, 1>>(some, parts);
+    const int K = padded_k(args.chunk.problem.head_dim_k);
+    if (K != 128) {
+      K == 64 ? of.template operator()<ChannelBackBlock<64, 1>>(some, parts)
+              : of.template operator()<ChannelBackBlock<256, 1>>(some, parts);
     } else {
       columns == kGroupColumns ? of.template operator()<ChannelBackBlock<128, 1>>(some, parts)
                                : of.template operator()<ChannelBackBlock<128, 2>>(some, parts);
