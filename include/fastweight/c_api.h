@@ -633,9 +633,10 @@ FW_API fw_status fw_rms_norm_backward(const fw_context* context, const fw_rms_no
 /* NT, the chunks along axis 1 of chunk_states. `cu_seqlens` may be null: one length for all. */
 FW_API fw_status fw_delta_rule_num_chunks(int64_t tokens, const fw_tensor* cu_seqlens, int32_t chunk_size,
                                           int64_t* num_chunks);
-/* W of `kept` for q, k and v of a type and keys of K channels; 0 where nothing can be kept. */
+/* W of `kept` for q, k and v of a type and keys of K channels; 0 where nothing can be kept. With decays per channel most of it
+   are keys that have their decays: `all` 0, and the backward makes these again. */
 FW_API fw_status fw_delta_rule_kept_words(const fw_context* context, const fw_delta_rule_options* options,
-                                          int32_t dtype, int64_t head_dim_k, int64_t* words);
+                                          int32_t dtype, int64_t head_dim_k, int32_t all, int64_t* words);
 /* The same of TTT-Linear, for heads of D channels. */
 FW_API fw_status fw_ttt_linear_kept_words(const fw_context* context, const fw_ttt_linear_options* options,
                                           int32_t dtype, int64_t head_dim, int64_t* words);

@@ -119,8 +119,10 @@ std::string delta_rule_step(const Context& context, const DeltaRuleStep& args);
 // cu_seqlens on CUDA, whose contents are not read: the most that there can be.
 int64_t delta_rule_num_chunks(int64_t tokens, const TensorView& cu_seqlens, int32_t chunk_size);
 
-// W of `kept` for q, k and v of a type and keys of K channels on the context's device; 0 where nothing can be kept.
-int64_t delta_rule_kept_words(const Context& context, const DeltaRuleOptions& options, DType dtype, int64_t head_dim_k);
+// W of `kept` for q, k and v of a type and keys of K channels on the context's device; 0 where nothing can be kept. With decays
+// per channel most of it are keys that have their decays: not `all`, and the backward makes these again.
+int64_t delta_rule_kept_words(const Context& context, const DeltaRuleOptions& options, DType dtype, int64_t head_dim_k,
+                              bool all = true);
 
 // What the library holds for this family, most special first.
 std::vector<ImplementationInfo> delta_rule_implementations();

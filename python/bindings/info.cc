@@ -70,7 +70,9 @@ void kept_words(StableIValue* stack, uint64_t, uint64_t) {
     DeltaRuleOptions options;
     options.gate = static_cast<Gate>(arguments.take<int64_t>());
     const DType dtype = dtype_of("dtype", arguments.take<int32_t>());
-    *stack = torch::stable::detail::from(delta_rule_kept_words(context, options, dtype, arguments.take<int64_t>()));
+    const auto head_dim_k = arguments.take<int64_t>();
+    const auto all = arguments.take<bool>();
+    *stack = torch::stable::detail::from(delta_rule_kept_words(context, options, dtype, head_dim_k, all));
   });
 }
 
@@ -92,7 +94,8 @@ void ttt_kept_words(StableIValue* stack, uint64_t, uint64_t) {
 std::span<const Operator> info_operators() {
   static const Operator operators[] = {
       {"info() -> str", &info},
-      {"delta_rule_kept_words(int cuda_device, int gate, ScalarType dtype, int head_dim_k) -> int", &kept_words},
+      {"delta_rule_kept_words(int cuda_device, int gate, ScalarType dtype, int head_dim_k, bool all) -> int",
+       &kept_words},
       {"ttt_linear_kept_words(int cuda_device, int mini_batch, ScalarType dtype, int head_dim) -> int",
        &ttt_kept_words},
   };

@@ -95,21 +95,18 @@ def _dtype_of_kept_states(q: Tensor, options: int, disable_recompute: bool) -> t
 
 
 @constant_result
-def _kept_words(device: int, gate: int, dtype: torch.dtype, head_dim_k: int) -> int:
-    return operators.delta_rule_kept_words(device, gate, dtype, head_dim_k)
+def _kept_words(device: int, gate: int, dtype: torch.dtype, head_dim_k: int, everything: bool) -> int:
+    return operators.delta_rule_kept_words(device, gate, dtype, head_dim_k, everything)
 
 
 def _words_of_kept_factors(q: Tensor, options: int, disable_recompute: bool) -> int:
     """How many words such a forward keeps beside the states, of every chunk and value head; 0: none.
 
-    With one decay per head, and with none, a fifth of the memory of q, k, v and o (64 tokens to a chunk,
-    K = V = 128). With one per channel nearly as much as they have themselves: then only where it is told to.
+    A fifth of the memory of q, k, v and o (64 tokens to a chunk, K = V = 128). With one decay per channel nearly as much as they
+    have themselves where it is told to: then the keys that have their decays, too, which the backward otherwise makes again.
     """
-    gate = options & 3
-    if gate == PER_CHANNEL and not disable_recompute:
-        return 0
     index = q.device.index if q.device.index is not None else torch.cuda.current_device()
-    return _kept_words(index, gate, q.dtype, q.shape[3])
+    return _kept_words(index, options & 3, q.dtype, q.shape[3], disable_recompute)
 
 
 def kept_for_backward(q: Tensor, options: int, disable_recompute: bool) -> tuple[torch.dtype | None, int]:

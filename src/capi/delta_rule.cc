@@ -62,14 +62,14 @@ fw_status fw_delta_rule_num_chunks(int64_t tokens, const fw_tensor* cu_seqlens, 
 }
 
 fw_status fw_delta_rule_kept_words(const fw_context* context, const fw_delta_rule_options* options, int32_t dtype,
-                                   int64_t head_dim_k, int64_t* words) {
+                                   int64_t head_dim_k, int32_t all, int64_t* words) {
   return fastweight::capi::guarded([&] {
     if (words == nullptr) fastweight::check::invalid("words", "a pointer", "null");
     fastweight::DeltaRuleOptions resolved;
     fastweight::capi::copy_fields(fastweight::capi::required<fastweight::DeltaRuleOptions>("options", options),
                                   resolved);
     *words = fastweight::delta_rule_kept_words(fastweight::capi::to_context(context), resolved,
-                                               static_cast<fastweight::DType>(dtype), head_dim_k);
+                                               static_cast<fastweight::DType>(dtype), head_dim_k, all != 0);
   });
 }
 

@@ -17,7 +17,7 @@ DeviceScope::~DeviceScope() = default;
 std::span<const Implementation<DeltaRuleForwardProblem>> delta_rule_forward_list() { return {}; }
 std::span<const Implementation<DeltaRuleBackwardProblem>> delta_rule_backward_list() { return {}; }
 std::span<const Implementation<DeltaRuleStepProblem>> delta_rule_step_list() { return {}; }
-int64_t delta_rule_kept_words(Device, Gate, DType, int64_t) { return 0; }
+int64_t delta_rule_kept_words(Device, Gate, DType, int64_t, bool) { return 0; }
 std::span<const Implementation<DeltaRuleMapForwardProblem>> delta_rule_map_forward_list() { return {}; }
 std::span<const Implementation<DeltaRuleMapBackwardProblem>> delta_rule_map_backward_list() { return {}; }
 

@@ -215,18 +215,20 @@ void check_chunk_states(const TensorView& view, const DeltaRuleInputs& in, const
   check::dtype("chunk_states", view, {DType::kF32, in.k.dtype});
 }
 
-int64_t kept_words(const Context& context, const DeltaRuleOptions& options, DType dtype, int64_t K) {
+int64_t kept_words(const Context& context, const DeltaRuleOptions& options, DType dtype, int64_t K, bool all) {
   if (context.device.type != DeviceType::kCuda) return 0;
-  return cuda::delta_rule_kept_words(context.device, options.gate, dtype, K);
+  return cuda::delta_rule_kept_words(context.device, options.gate, dtype, K, all);
 }
 
 // Counted anew: NT may be that of the chunk states, which may be fewer.
 void check_kept(const Context& context, const TensorView& view, const DeltaRuleInputs& in,
                 const DeltaRuleOptions& options, const DeltaRuleSizes& sizes) {
-  const int64_t words = kept_words(context, options, in.q.dtype, sizes.head_dim_k);
+  int64_t words = kept_words(context, options, in.q.dtype, sizes.head_dim_k, true);
   if (words == 0)
     invalid("kept", "none: " + check::text(in.q.dtype) + " on " + check::text(context.device) + " keeps nothing",
             "a tensor");
+  const int64_t least = kept_words(context, options, in.q.dtype, sizes.head_dim_k, false);
+  if (view.rank == 4 && view.shape[3] == least) words = least;
   check::shape(
       "kept", view,
       {sizes.batch, count_chunks(sizes.tokens, in.cu_seqlens, options.chunk_size), sizes.num_value_heads, words});
@@ -461,13 +463,13 @@ int64_t delta_rule_num_chunks(int64_t tokens, const TensorView& cu_seqlens, int3
   });
 }
 
-int64_t delta_rule_kept_words(const Context& context, const DeltaRuleOptions& options, DType dtype,
-                              int64_t head_dim_k) {
+int64_t delta_rule_kept_words(const Context& context, const DeltaRuleOptions& options, DType dtype, int64_t head_dim_k,
+                              bool all) {
   return entry_point("delta_rule_kept_words", [&] {
     check::context(context);
     check_options(options);
     check::in_range("head_dim_k", head_dim_k, 1, kMaxHeadDim);
-    return kept_words(context, options, dtype, head_dim_k);
+    return kept_words(context, options, dtype, head_dim_k, all);
   });
 }
 

@@ -195,8 +195,9 @@ TEST_P(CudaDeltaRuleBackward, FromKeptStates) {
 
 // What a forward leaves to its backward, and both in pieces of the input ------------------------------------------------
 
-// A forward that keeps states and, if wanted, factors, and the backward from them; or from factors that are all 0.
-enum class Keep { kStates, kFactors, kFactorsLost };
+// A forward that keeps states and, if wanted, factors, all or those of pairs of tokens, and the backward from them; or from factors
+// that are all 0.
+enum class Keep { kStates, kFactors, kFactorsLost, kPairs, kPairsLost };
 std::pair<DeltaRuleResults, DeltaRuleResults> train(const DeltaRuleCase& problem, const Context& context, Keep keep) {
   const DeltaRuleSpec& one = problem.spec;
   DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
@@ -208,11 +209,12 @@ std::pair<DeltaRuleResults, DeltaRuleResults> train(const DeltaRuleCase& problem
   TensorView lengths = forward["cu_seqlens"];
   lengths.device = context.device;  // where they will be: their contents are not looked at
   const int64_t chunks = delta_rule_num_chunks(problem.q.shape()[1], lengths, one.options.chunk_size);
-  const int64_t words = delta_rule_kept_words(context, one.options, one.dtype, one.K);
+  const bool all = keep == Keep::kFactors || keep == Keep::kFactorsLost;
+  const int64_t words = delta_rule_kept_words(context, one.options, one.dtype, one.K, all);
   Tensor kept(DType::kI32, {problem.q.shape()[0], chunks, one.HV, words});
   if (keep != Keep::kStates) forward["kept"] = backward["kept"] = kept.view();
   outputs.implementation = forward.run(context);
-  if (keep == Keep::kFactorsLost) kept.fill(0);
+  if (keep == Keep::kFactorsLost || keep == Keep::kPairsLost) kept.fill(0);
   gradients.implementation = backward.run(context);
   return {std::move(outputs), std::move(gradients)};
 }
@@ -224,11 +226,14 @@ TEST_P(CudaDeltaRuleBackward, FromKeptFactors) {
     for (const DeltaRuleSpec& each : {one, with_heads(spec(70, K, 36), 1, 2)}) {
       const DeltaRuleCase problem = draw(each, 39);
       const auto [outputs, gradients] = train(problem, context_for(""), Keep::kStates);
-      const auto [same_outputs, same_gradients] = train(problem, context_for(""), Keep::kFactors);
-      expect_same_bits(same_outputs, outputs, describe(each));
-      expect_same_bits(same_gradients, gradients, describe(each));
-      const auto [_, lost] = train(problem, context_for(""), Keep::kFactorsLost);
-      EXPECT_FALSE(support::same_bits(lost.dv, gradients.dv)) << "made again: " << describe(each);
+      for (const auto& [keep, lose] :
+           {std::pair{Keep::kFactors, Keep::kFactorsLost}, {Keep::kPairs, Keep::kPairsLost}}) {
+        const auto [same_outputs, same_gradients] = train(problem, context_for(""), keep);
+        expect_same_bits(same_outputs, outputs, describe(each));
+        expect_same_bits(same_gradients, gradients, describe(each));
+        const auto [_, lost] = train(problem, context_for(""), lose);
+        EXPECT_FALSE(support::same_bits(lost.dv, gradients.dv)) << "made again: " << describe(each);
+      }
     }
   }
 }

@@ -173,20 +173,28 @@ def test_gradients_do_not_depend_on_the_rest_of_the_batch(op, dtype):
         assert_same_bits([found[name]], [y if name == "initial_state" else y.flatten(0, 1)[None]])
 
 
-def test_what_is_kept():
-    """Of a forward that records gradients: o, one state per chunk in the type of q, and what was made of the chunk."""
-    x = place(draw("gated_delta_rule", T=1024, H=4, K=128, V=64, state=False), torch.bfloat16)
-    ops.chunk_gated_delta_rule(**x)
+@pytest.mark.parametrize(
+    ("op", "gate", "options"),
+    [("gated_delta_rule", 1, {}), ("kda", 2, {}), ("kda", 2, {"disable_recompute": True})],
+)
+def test_what_is_kept(op, gate, options):
+    """Of a forward that records gradients: o, one state per chunk in the type of q, and what was made of the chunk, all of it
+    or, with decays per channel, a sixth."""
+    x = place(draw(op, T=1024, H=4, K=128, V=64, state=False), torch.bfloat16)
+    run = functools.partial(getattr(ops, f"chunk_{op}"), **options)
+    run(**x)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    o, _ = ops.chunk_gated_delta_rule(**x)
+    o, _ = run(**x)
     chunks = 1024 // 64 * 4
-    words = torch.ops.fastweight.delta_rule_kept_words(torch.cuda.current_device(), 1, torch.bfloat16, 128)
-    assert words > 0
+    words_of = functools.partial(torch.ops.fastweight.delta_rule_kept_words, torch.cuda.current_device(), gate)
+    least, most = words_of(torch.bfloat16, 128, False), words_of(torch.bfloat16, 128, True)
+    assert 0 < least and (least == most if gate == 1 else 5 * least < most)
+    words = most if options else least
     assert torch.cuda.memory_allocated() - before == 2 * (o.numel() + chunks * 128 * 64) + 4 * chunks * words
     del o
     with torch.no_grad():
-        o, _ = ops.chunk_gated_delta_rule(**x)
+        o, _ = run(**x)
     assert torch.cuda.memory_allocated() - before == 2 * o.numel()
 
 

@@ -260,27 +260,59 @@ TEST_P(Sm90Decays, ColumnsOfABlockChangeNoBit) {
   EXPECT_TRUE(support::same_bits(of_one.chunk_states, slice(of_all.chunk_states, 2, 1, 2)));
 }
 
-// Factors that the forward kept, of few heads or many, are those that the backward would make again.
-TEST_P(Sm90Decays, GradientsFromKeptFactors) {
-  const bool many = std::get<0>(GetParam()) == Gate::kPerHead;
-  DeltaRuleSpec spec = with_heads(spec_of_length(70), 1, many ? heads_of_wide_blocks() : 2);
-  spec.options.qk_l2norm = true;
-  const DeltaRuleCase problem = draw(spec, 20);
-  const Context context = context_for("chunk_sm90"), back = context_for("chunk_16bit");
-  const int64_t words = delta_rule_kept_words(context, spec.options, spec.dtype, spec.K);
-  const Tensor kept(DType::kI32, {1, 2, spec.HV, words});
+// Factors that the forward kept, all or those of pairs of tokens, of few heads or many, are those that the backward would make
+// again.
+Tensor keep_factors(const DeltaRuleCase& problem, bool all, const Context& context) {
+  const DeltaRuleSpec& spec = problem.spec;
+  const int64_t words = delta_rule_kept_words(context, spec.options, spec.dtype, spec.K, all);
+  Tensor kept(DType::kI32, {1, delta_rule_num_chunks(spec.T, {}, spec.options.chunk_size), spec.HV, words});
   DeltaRuleResults outputs = outputs_of(Mode::kForward, problem);
   const Call forward = call_of(Mode::kForward, problem, outputs);
   forward["kept"] = kept.view();
   forward.run(context);
   EXPECT_TRUE(support::same_bits(outputs.o, run_forward(problem).o));
+  return kept;
+}
+void expect_gradients_from(const DeltaRuleCase& problem, const Tensor& kept, const Context& context,
+                           const Tensor& states = {}) {
   DeltaRuleResults from_kept = outputs_of(Mode::kBackward, problem);
   const Call backward = call_of(Mode::kBackward, problem, from_kept);
   backward["kept"] = kept.view();
-  backward.run(back);
-  const DeltaRuleResults again = support::backward(problem, back);
-  expect_same_bits(from_kept, again, "kept");
+  if (states.size() > 0) backward["chunk_states"] = states.view();
+  backward.run(context);
+  const DeltaRuleResults again = support::backward(problem, context, states);
+  expect_same_bits(from_kept, again, context.implementation);
   expect_close(problem, again, support::backward(problem, reference_context()));
+}
+
+TEST_P(Sm90Decays, GradientsFromKeptFactors) {
+  const bool many = std::get<0>(GetParam()) == Gate::kPerHead;
+  DeltaRuleSpec spec = with_heads(spec_of_length(70), 1, many ? heads_of_wide_blocks() : 2);
+  spec.options.qk_l2norm = true;
+  const DeltaRuleCase problem = draw(spec, 20);
+  expect_gradients_from(problem, keep_factors(problem, true, context_for("chunk_sm90")), context_for("chunk_16bit"));
+}
+
+// In windows or in one, by either backward, with the states before the chunks or without.
+TEST(Sm90Channels, GradientsFromKeptPairs) {
+  const auto with = [](const char* name, size_t scratch_bytes) {
+    Context context = context_for(name);
+    context.scratch_bytes = scratch_bytes;
+    return context;
+  };
+  for (const auto& [type, widths] :
+       {std::pair{DType::kBF16, Widths{128, 128}}, {DType::kF16, {64, 64}}, {DType::kBF16, {192, 72}}}) {
+    DeltaRuleSpec spec = with_heads(sized(Gate::kPerChannel, reduced() ? 280 : 600, widths, type), 1, 2);
+    spec.options.qk_l2norm = true;
+    if (type == DType::kBF16) spec.gate_divisor = 0.2;  // strong ones among them
+    const DeltaRuleCase problem = draw(spec, 20);
+    const Tensor states = run_forward(problem).chunk_states;
+    const Tensor kept = keep_factors(problem, false, with("chunk_sm90", 1));
+    EXPECT_TRUE(support::same_bits(keep_factors(problem, false, with("chunk_sm90", 0)), kept));
+    expect_gradients_from(problem, kept, with("chunk_sm90", 1), states);
+    expect_gradients_from(problem, kept, with("chunk_16bit", 0), states);
+    expect_gradients_from(problem, kept, with("chunk_sm90", 0));
+  }
 }
 
 std::string name_of_variant(const ::testing::TestParamInfo<std::tuple<Gate, Widths>>& info) {

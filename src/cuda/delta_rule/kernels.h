@@ -26,7 +26,7 @@ void forward(const DeltaRuleForwardProblem& problem, const Context& context);
 std::string declines_backward(const DeltaRuleBackwardProblem& problem);
 std::string config_text(const DeltaRuleBackwardProblem& problem, const Context& context);
 void backward(const DeltaRuleBackwardProblem& problem, const Context& context);
-int64_t kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k);  // of `kept`; 0: it declines them
+int64_t kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k, bool all);  // 0: it declines them
 }  // namespace chunk_16bit
 
 // The same on Hopper's own instructions, where FASTWEIGHT_SM90 is defined: K up to 128, without decays per channel 256.

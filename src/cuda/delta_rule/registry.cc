@@ -76,8 +76,8 @@ std::span<const Implementation<DeltaRuleStepProblem>> delta_rule_step_list() { r
 std::span<const Implementation<DeltaRuleMapForwardProblem>> delta_rule_map_forward_list() { return kMapForward; }
 std::span<const Implementation<DeltaRuleMapBackwardProblem>> delta_rule_map_backward_list() { return kMapBackward; }
 
-int64_t delta_rule_kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k) {
-  return chunk_16bit::kept_words(device, gate, dtype, head_dim_k);
+int64_t delta_rule_kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k, bool all) {
+  return chunk_16bit::kept_words(device, gate, dtype, head_dim_k, all);
 }
 
 }  // namespace fastweight::cuda

@@ -16,6 +16,6 @@ std::span<const Implementation<DeltaRuleMapForwardProblem>> delta_rule_map_forwa
 std::span<const Implementation<DeltaRuleMapBackwardProblem>> delta_rule_map_backward_list();
 
 // How many 32-bit words a forward can keep of every chunk and value head for its backward; 0: none.
-int64_t delta_rule_kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k);
+int64_t delta_rule_kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k, bool all);
 
 }  // namespace fastweight::cuda

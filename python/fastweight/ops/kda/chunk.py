@@ -64,7 +64,8 @@ def chunk_kda(
         lower_bound: below 0, with `use_gate_in_kernel`; A_log may then be None, and the factor exp(A_log) is 1.
         disable_recompute: keep the fp32 states at the start of every chunk for the backward: more memory, less work. On
             CUDA the backward of a 16-bit problem has these states in any case, in the type of q; what it then keeps is
-            all that the forward makes of the chunks, with K = V = 128 as much memory as q, k, v and o.
+            all that the forward makes of the chunks, with K = V = 128 as much memory as q, k, v and o, instead of a
+            sixth of that.
         return_intermediate_states: also return these states, in the type of k; only without gradient recording.
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: `[N + 1]` int32 or int64, offsets of N packed sequences, then B is 1; None: N = B.

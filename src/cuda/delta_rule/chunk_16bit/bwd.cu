@@ -85,9 +85,12 @@ bool knows_states(const DeltaRuleBackwardProblem& problem) {
   return problem.args.chunk_states.present() || !wants_gradients(problem);
 }
 
-// Whose factors are made window by window: whoever repeats the scan forward needs all of them first.
+// Whose factors, or copies of the keys, are made window by window: whoever repeats the scan forward needs all of them first.
 bool has_factors_of_window(const DeltaRuleBackwardProblem& problem) {
-  return knows_states(problem) && !problem.args.kept.present();
+  return knows_states(problem) && !kept_of(problem).factors;
+}
+bool has_copies_of_window(const DeltaRuleBackwardProblem& problem) {
+  return knows_states(problem) && !kept_of(problem).copies;
 }
 
 // What G, Y and, unless they were kept, the factors of all chunks take is kept below a bound by windows, and, where it is
@@ -99,7 +102,7 @@ Windows back_windows(const DeltaRuleBackwardProblem& problem, const chunk_sm90::
   constexpr size_t kMost = size_t{1} << 30, kMuch = size_t{320} << 20, kOfWindow = size_t{50} << 20;
   constexpr int64_t kMostWindows = 5;
   ScratchLayout one;
-  if (has_factors_of_window(problem)) take_factors(one, problem, 1, true);
+  if (has_copies_of_window(problem)) take_factors(one, problem, 1, 1, true);
   const int64_t V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
   one.take<uint16_t>(problem.sizes.num_value_heads * V * (K + kChunkRows));
   take_share_of_maps(one, chunk, chunk_sm90::kBackMapParts);
@@ -107,7 +110,7 @@ Windows back_windows(const DeltaRuleBackwardProblem& problem, const chunk_sm90::
   int64_t wanted = count(kMost);
   if (!has_decay_per_channel(problem)) {
     if (count(kMuch) > 1) wanted = std::max(wanted, std::min(count(kOfWindow), kMostWindows));
-  } else if (problem.args.kept.present()) {
+  } else if (kept_of(problem).copies) {
     wanted = std::max(wanted, count(kMuch));
   }
   return windows_of(chunk, wanted);
@@ -143,12 +146,10 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
                      const chunk_sm90::ScanArgs& chunk, const Windows& windows) {
   const int64_t HV = problem.sizes.num_value_heads, V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
   const int64_t slots = chunks_of_window(chunk, windows);
-  const int64_t with_factors = problem.args.kept.present()      ? 0
-                               : has_factors_of_window(problem) ? slots
-                                                                : chunk.num_chunks;
+  const int64_t with_factors = knows_states(problem) ? slots : chunk.num_chunks;
   Scratch scratch;
   scratch.first_chunk = take_first_chunks(layout, problem);
-  scratch.factors = take_factors(layout, problem, with_factors, true);
+  scratch.factors = take_factors(layout, problem, with_factors, with_factors, true);
   scratch.flags =
       layout.take<uint32_t>(kernels.ready_columns > 0 ? count_flags(problem, kernels, chunk) + windows.count : 0);
   const bool makes_states = wants_gradients(problem) && !has_states(problem);
@@ -285,9 +286,12 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, BackKernels ke
   const Scratch scratch = take_scratch(layout, problem, kernels, args.chunk, windows);
   number_chunks(problem, scratch.first_chunk, args.chunk, context);
   number_segments(scratch.back_segments, args.chunk, context);
-  args.chunk.factors = call.kept.present() ? kept_factors(problem, args.chunk) : scratch.factors;
+  const Kept kept = kept_of(problem);
+  args.chunk.factors = all_factors(problem, args.chunk, scratch.factors);
   args.chunk.factors_of_window = has_factors_of_window(problem);
-  if (!call.kept.present() && !args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
+  args.chunk.copies_of_window = has_copies_of_window(problem);
+  args.chunk.copies_alone = kept.factors;
+  if (!kept.copies && !args.chunk.copies_of_window) compute_factors(problem, args.chunk, context);
   ParameterSums sums = parameter_sums(problem, args.chunk);
   args.G = scratch.G;
   args.Y = scratch.Y;
@@ -308,7 +312,7 @@ void backward_in_windows(const DeltaRuleBackwardProblem& problem, BackKernels ke
     if (windows.count > 1) args.chunk.carried = carried_states(problem, scratch.carried, n);
     use_segments(scratch.back_segments, n, args.chunk);
     if (beside) args.progress.counter = scratch.flags + flags + n;
-    if (args.chunk.factors_of_window) compute_factors(problem, args.chunk, context);
+    if (args.chunk.copies_of_window) compute_factors(problem, args.chunk, context);
     const bool follow = kernels.follow && wanted && !args.chunk.factors_of_window && args.chunk.segments.chunks == 0;
     args.waits_late = follow && n > 0;
     args.next_waits_late = follow && n + 1 < windows.count;

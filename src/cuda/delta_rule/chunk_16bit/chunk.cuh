@@ -63,6 +63,8 @@ struct ChunkArgs {
   bool vector_outputs = false;  // rows of o can be written so
   ChunkFactors factors;
   bool factors_of_window = false;  // by the slots of the window; else by the numbers of the chunks
+  bool copies_of_window = false;   // of what is per channel, keys and with them total
+  bool copies_alone = false;       // the other factors are there: none but copies are made
   DeviceTensor o;                  // absent: only states are wanted
   DeviceStates initial_state, final_state, chunk_states;
   WindowStates carried;
@@ -73,9 +75,11 @@ struct ChunkArgs {
 
   // Value columns of all blocks of a scan, at least.
   FW_HOST_DEVICE int padded_v() const { return (problem.head_dim_v + 63) / 64 * 64; }
-  // Where the factors of a chunk, of all value heads, begin.
-  __device__ __forceinline__ int64_t factors_at(int64_t chunk) const {
-    return (factors_of_window ? window.slot_of(chunk) : chunk) * problem.num_value_heads;
+  // Where the factors of a chunk, of all value heads, begin, and its copies of the keys.
+  __device__ __forceinline__ int64_t factors_at(int64_t chunk) const { return place_of(chunk, factors_of_window); }
+  __device__ __forceinline__ int64_t copies_at(int64_t chunk) const { return place_of(chunk, copies_of_window); }
+  __device__ __forceinline__ int64_t place_of(int64_t chunk, bool of_window) const {
+    return (of_window ? window.slot_of(chunk) : chunk) * problem.num_value_heads;
   }
 };
 
@@ -118,8 +122,8 @@ FW_HOST_DEVICE inline int64_t chunks_in_window(const ChunkArgs& args) {
   return args.window.is_all() ? args.num_chunks : args.num_chunks / args.window.row * args.window.width();
 }
 
-// body(item, span, head) for the block's share of all pairs of a chunk of the window and a value head, with the place of
-// its factors. All threads leave an item before the next one begins.
+// body(chunk, span, head) for the block's share of all pairs of a chunk of the window and a value head. All threads leave a
+// pair before the next one begins.
 template <class Body>
 __device__ __forceinline__ void for_each_item(const ChunkArgs& args, const Body& body) {
   const int HV = args.problem.num_value_heads;
@@ -129,7 +133,7 @@ __device__ __forceinline__ void for_each_item(const ChunkArgs& args, const Body&
     const int head = static_cast<int>(item - slot * HV);
     const ChunkSpan span = chunk_at(args.chunked, chunk);
     if (span.sequence < 0) return;  // chunks are numbered without gaps: none follows
-    body(args.factors_at(chunk) + head, span, head);
+    body(chunk, span, head);
     __syncthreads();
   }
 }

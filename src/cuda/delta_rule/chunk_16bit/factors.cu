@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(kThreads, 6) factors_kernel(const __grid_const
   auto& s = dynamic_shared<Shared<kK>>();
   const DeltaRuleDeviceProblem& p = args.problem;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  for_each_item(args, [&](int64_t item, const ChunkSpan& span, int head) {
+  for_each_item(args, [&](int64_t chunk, const ChunkSpan& span, int head) {
+    const int64_t item = args.factors_at(chunk) + head;
     const int key_head = head / p.group;
     load_keys<kThreads, kK>(args, p.k, span, key_head, {s.k});
     load_keys<kThreads, kK>(args, p.q, span, key_head, {s.q});

@@ -180,7 +180,7 @@ __device__ __forceinline__ float2 operator*(float a, float2 b) { return make_flo
 // Everything that is one multiplication per element, by threads that own two channels of a tile of rows: the scan's
 // three copies of the keys, and in place of k and q the rising and falling rows.
 template <DType kType, int kK>
-__device__ __forceinline__ void scale_rows(const ChunkArgs& args, int64_t item, Shared<kK>& s) {
+__device__ __forceinline__ void scale_rows(const ChunkArgs& args, int64_t copies, Shared<kK>& s) {
   const float scale = args.problem.scale;
   const SharedTile<kK> reader = s.reader(), writer = s.writer(), q{s.q}, falling{s.falling};
   const auto pair_at = [](const SharedTile<kK>& tile, int row, int channel) -> uint32_t& {
@@ -197,7 +197,7 @@ __device__ __forceinline__ void scale_rows(const ChunkArgs& args, int64_t item, 
       if (tile == 0 && t == kTiles - 2) *reinterpret_cast<float2*>(s.middle + channel) = after;
     }
     const auto decay_of = [&](int row) { return *reinterpret_cast<const float2*>(s.decay + row * kK + channel); };
-    uint16_t* to = args.factors.keys + (item * kKeyCopies * kChunkRows + top) * kK + channel;
+    uint16_t* to = args.factors.keys + (copies * kKeyCopies * kChunkRows + top) * kK + channel;
     const auto store = [&](KeyCopy copy, int i, float2 x) {
       *reinterpret_cast<uint32_t*>(to + (copy * kChunkRows + i) * kK) = pack<kType>(x.x, x.y);
     };
@@ -223,7 +223,7 @@ __device__ __forceinline__ void scale_rows(const ChunkArgs& args, int64_t item, 
       store(kQuery, i, (scale * s.rstd_q[row]) * (before * rising_q));
     }
     if (tile == kTiles - 1) {
-      float* total = args.factors.total + item * args.factors.total_width + channel;
+      float* total = args.factors.total + copies * args.factors.total_width + channel;
       *reinterpret_cast<float2*>(total) = before * since;
     }
   }
@@ -306,7 +306,8 @@ __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
   auto& s = dynamic_shared<Shared<kK>>();
   const DeltaRuleDeviceProblem& p = args.problem;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  for_each_item(args, [&](int64_t item, const ChunkSpan& span, int head) {
+  for_each_item(args, [&](int64_t chunk, const ChunkSpan& span, int head) {
+    const int64_t item = args.factors_at(chunk) + head, copies = args.copies_at(chunk) + head;
     const int key_head = head / p.group;
     load_keys<kThreads, kK>(args, p.k, span, key_head, {s.k});
     load_keys<kThreads, kK>(args, p.q, span, key_head, {s.q});
@@ -322,9 +323,10 @@ __global__ void __launch_bounds__(kThreads, kK > 128 ? 1 : 2)
     uint16_t* sP = args.factors.sP(item);
     multiply_tiles<kType>(s);
     __syncthreads();
-    if (warp < kTiles && s.strong[warp]) diagonal<kType>(s, p.scale, warp, lane, sP);
+    if (!args.copies_alone && warp < kTiles && s.strong[warp]) diagonal<kType>(s, p.scale, warp, lane, sP);
     __syncthreads();
-    scale_rows<kType>(args, item, s);
+    scale_rows<kType>(args, copies, s);
+    if (args.copies_alone) return;
     __syncthreads();
     make_tiles<kType>(s, p.scale, warp, lane, sP);
     __syncthreads();

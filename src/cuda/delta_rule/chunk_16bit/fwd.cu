@@ -84,13 +84,13 @@ std::string declines_forward(const DeltaRuleForwardProblem& problem) {
                              in.q.device.index);
 }
 
-int64_t kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k) {
+int64_t kept_words(Device device, Gate gate, DType dtype, int64_t head_dim_k, bool all) {
   const bool per_channel = gate == Gate::kPerChannel;
   const int width = padded_k(head_dim_k);
   if (dtype != DType::kBF16 && dtype != DType::kF16) return 0;
   if (!lacks_shared_memory(least_forward_bytes(width, per_channel), device.index).empty()) return 0;
   ScratchLayout one;  // which rounds every array up: all of them take no more than so many of these
-  take_factors(one, per_channel, width, 1, true);
+  take_factors(one, per_channel, width, 1, all || !per_channel ? 1 : 0, true);
   return static_cast<int64_t>(one.bytes() / sizeof(int32_t));
 }
 

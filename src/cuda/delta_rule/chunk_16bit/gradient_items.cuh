@@ -21,6 +21,11 @@ struct Item {
   bool ready;          // what the scan back leaves has been seen; where nobody looks it is not used
 };
 
+// Where the copies of the keys are.
+__device__ __forceinline__ int64_t copies_of(const ChunkArgs& args, const Item& item) {
+  return args.copies_of_window ? item.slot : item.at;
+}
+
 // What follows from an item's pair, column and the number h of its head in the group. Index: as of chunk_at, for pairs too.
 template <int kColumns, class Index>
 __device__ __forceinline__ void describe(const ChunkArgs& args, int h, Item& item) {

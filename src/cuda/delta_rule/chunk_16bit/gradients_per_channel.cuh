@@ -99,7 +99,8 @@ struct Gradients {
     copy_rows<X::kColumns, X::kThreads>(SharedTile<kK>(s.G), args.G + (item.slot * args.padded_v + item.column) * kK,
                                         kK, args.padded_v - item.column, kK, thread);
     commit_copies();
-    const float* total = args.chunk.factors.total + item.factors * kK + 16 * warp + thread % kWarpSize / 4;
+    const float* total =
+        args.chunk.factors.total + copies_of(args.chunk, item) * kK + 16 * warp + thread % kWarpSize / 4;
     const float2 e_n = make_float2(total[0], total[8]);
     wait_copies<0>();
     __syncthreads();

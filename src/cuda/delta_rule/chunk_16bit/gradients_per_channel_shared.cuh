@@ -167,9 +167,10 @@ __device__ __forceinline__ void load_values(const GradientArgs& args, const Item
   using X = Shape<kK>;
   const DeltaRuleDeviceProblem& p = args.chunk.problem;
   const ChunkFactors& factors = args.chunk.factors;
-  copy_rows<kChunkRows, X::kThreads>(SharedTile<kK>(s.first.reader),
-                                     factors.keys + (item.factors * kKeyCopies + kReader) * kChunkRows * kK, kK,
-                                     kChunkRows, kK, thread);
+  copy_rows<kChunkRows, X::kThreads>(
+      SharedTile<kK>(s.first.reader),
+      factors.keys + (copies_of(args.chunk, item) * kKeyCopies + kReader) * kChunkRows * kK, kK, kChunkRows, kK,
+      thread);
   load_value_rows<X::kThreads>(SharedTile<X::kColumns>(s.first.v), p.v, args.chunk.vector_values, item, p.head_dim_v,
                                thread);
   copy_lower_blocks<X::kThreads>(s.value_side.J, factors.J(item.factors), thread);

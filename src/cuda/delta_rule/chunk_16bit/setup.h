@@ -12,6 +12,7 @@
 #include "cuda/delta_rule/chunk_sm90/factors_per_channel.h"
 #include "cuda/delta_rule/chunk_sm90/scan.h"
 #include "cuda/delta_rule/chunk_sm90/segments.h"
+#include "cuda/delta_rule/kernels.h"
 
 namespace fastweight::cuda::chunk_16bit {
 
@@ -64,29 +65,59 @@ ChunkArgs chunk_args(const Problem& problem) {
   return args;
 }
 
-// The arrays of the factors of so many pairs of a chunk and a value head; with the row numbers of a backward or without.
-inline ChunkFactors take_factors(ScratchLayout& layout, bool per_channel, int width, int64_t items, bool row_numbers) {
+// The arrays of the factors of so many pairs of a chunk and a value head, `copies` of them those per channel; with the row
+// numbers of a backward or without.
+inline ChunkFactors take_factors(ScratchLayout& layout, bool per_channel, int width, int64_t items, int64_t copies,
+                                 bool row_numbers) {
   ChunkFactors factors;
   factors.total_width = per_channel ? width : 4;
   factors.lower = layout.take<uint16_t>(items * kLowerMatrices * kLowerElements);
   factors.token = layout.take<float>(items * (per_channel ? kTokenFactors<true> : kTokenFactors<false>)*kChunkRows);
-  factors.total = layout.take<float>(items * factors.total_width);
-  factors.keys = layout.take<uint16_t>(per_channel ? items * kKeyCopies * kChunkRows * width : 0);
+  factors.total = layout.take<float>((per_channel ? copies : items) * factors.total_width);
+  factors.keys = layout.take<uint16_t>(per_channel ? copies * kKeyCopies * kChunkRows * width : 0);
   factors.row = row_numbers ? layout.take<float>(items * kRowNumbers * kChunkRows) : nullptr;
   return factors;
 }
 
+// What a forward keeps for its backward of the factors of all chunks, in the caller's memory: nothing, all with the row
+// numbers, or all but those per channel.
+struct Kept {
+  bool factors = false, copies = false;
+};
 template <class Problem>
-ChunkFactors take_factors(ScratchLayout& layout, const Problem& problem, int64_t chunks, bool row_numbers) {
-  return take_factors(layout, has_decay_per_channel(problem), padded_k(problem.sizes.head_dim_k),
-                      chunks * problem.sizes.num_value_heads, row_numbers);
+Kept kept_of(const Problem& problem) {
+  const TensorView& kept = problem.args.kept;
+  if (!kept.present()) return {};
+  const DType dtype = problem.args.in.q.dtype;
+  const int64_t all =
+      kept_words(problem.args.in.q.device, problem.args.options.gate, dtype, problem.sizes.head_dim_k, true);
+  return {true, kept.shape[3] == all};
 }
 
-// What a forward keeps for its backward: the factors of all chunks, with the row numbers, in the caller's memory.
+// Scratch memory for what is not kept, for so many chunks of either.
 template <class Problem>
-ChunkFactors kept_factors(const Problem& problem, const ChunkArgs& args) {
+ChunkFactors take_factors(ScratchLayout& layout, const Problem& problem, int64_t chunks, int64_t copies,
+                          bool row_numbers) {
+  const Kept kept = kept_of(problem);
+  const int64_t HV = problem.sizes.num_value_heads;
+  return take_factors(layout, has_decay_per_channel(problem), padded_k(problem.sizes.head_dim_k),
+                      kept.factors ? 0 : chunks * HV, kept.copies ? 0 : copies * HV, row_numbers);
+}
+
+// The factors of a call: what is kept there, the rest in scratch memory.
+template <class Problem>
+ChunkFactors all_factors(const Problem& problem, const ChunkArgs& args, const ChunkFactors& scratch) {
+  const Kept kept = kept_of(problem);
+  if (!kept.factors) return scratch;
+  const int64_t items = args.num_chunks * problem.sizes.num_value_heads;
   ScratchLayout layout(problem.args.kept.data);
-  return take_factors(layout, problem, args.num_chunks, true);
+  ChunkFactors factors = take_factors(layout, has_decay_per_channel(problem), padded_k(problem.sizes.head_dim_k), items,
+                                      kept.copies ? items : 0, true);
+  if (!kept.copies) {
+    factors.total = scratch.total;
+    factors.keys = scratch.keys;
+  }
+  return factors;
 }
 
 // The numbers of chunks before the sequences; none where these have one length.
@@ -258,8 +289,8 @@ ForwardScratch take_forward_scratch(ScratchLayout& layout, const Problem& proble
                                     const Windows& windows, bool row_numbers) {
   ForwardScratch scratch;
   scratch.first_chunk = take_first_chunks(layout, problem);
-  scratch.factors =
-      take_factors(layout, problem, problem.args.kept.present() ? 0 : chunks_of_window(args, windows), row_numbers);
+  const int64_t chunks = chunks_of_window(args, windows);
+  scratch.factors = take_factors(layout, problem, chunks, chunks, row_numbers);
   scratch.flags = layout.take<uint32_t>(chunks_of_window(args, windows) * problem.sizes.num_value_heads);
   scratch.carried = take_carried(layout, problem, windows);
   scratch.segments = take_segments(layout, args, windows, chunk_sm90::kForwardMapParts);
@@ -279,13 +310,13 @@ void forward_in_windows(const Problem& problem, const Context& context, bool row
   args.chunk_states = device_states(call.chunk_states, call.options.state_v_first);
   args.state_width = state_row_width(problem, call.chunk_states);
 
-  const bool keeps = call.kept.present();
+  const Kept kept = kept_of(problem);
   ScratchLayout one;
-  take_factors(one, problem, 1, row_numbers);
+  take_factors(one, problem, 1, 1, row_numbers);
   take_share_of_maps(one, args, chunk_sm90::kForwardMapParts);
-  const bool saves = keeps || call.chunk_states.present();  // then no window makes much of a difference
+  const bool saves = kept.factors || call.chunk_states.present();  // then no window makes much of a difference
   const size_t most = saves ? 4 * kMostFactorBytes : kMostFactorBytes;
-  const Windows windows = windows_of(args, keeps ? 1 : count_for(args, one.bytes(), most, context));
+  const Windows windows = windows_of(args, kept.copies ? 1 : count_for(args, one.bytes(), most, context));
   ScratchLayout measure;
   take_forward_scratch(measure, problem, args, windows, row_numbers);
   const DeviceWorkspace workspace(context, measure.bytes());
@@ -293,8 +324,9 @@ void forward_in_windows(const Problem& problem, const Context& context, bool row
   const ForwardScratch scratch = take_forward_scratch(layout, problem, args, windows, row_numbers);
   number_chunks(problem, scratch.first_chunk, args, context);
   number_segments(scratch.segments, args, context);
-  args.factors = keeps ? kept_factors(problem, args) : scratch.factors;
-  args.factors_of_window = !keeps;
+  args.factors = all_factors(problem, args, scratch.factors);
+  args.factors_of_window = !kept.factors;
+  args.copies_of_window = !kept.copies;
   args.flags = scratch.flags;
   for (int64_t n = 0; n < windows.count; ++n) {
     args.window = windows.at(n);

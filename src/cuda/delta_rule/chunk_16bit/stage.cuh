@@ -84,9 +84,10 @@ class ChunkLoader {
     const DeltaRuleDeviceProblem& p = args.problem;
     const SequenceSpan& span = walk.span;
     const int64_t C = args.chunked.chunk_size, token = span.begin + position_ * C;
-    const int64_t item = args.factors_at(walk.first_chunk + position_) + part.head;
+    const int64_t chunk = walk.first_chunk + position_, item = args.factors_at(chunk) + part.head;
+    const int64_t copies = kPerChannel ? args.copies_at(chunk) + part.head : item;
     if constexpr (kPerChannel) {
-      k_ = args.factors.keys + item * kKeyCopies * kChunkRows * kK;
+      k_ = args.factors.keys + copies * kKeyCopies * kChunkRows * kK;
     } else {
       k_ = row(p.k, span.batch, token, part.key_head);
       q_ = row(p.q, span.batch, token, part.key_head);
@@ -94,7 +95,7 @@ class ChunkLoader {
     values_at_ = row(values, span.batch, token, part.head);
     token_ = args.factors.token + item * kTokenFactors<kPerChannel> * kChunkRows;
     lower_ = args.factors.J(item);
-    total_ = args.factors.total + item * kTotalWidth;
+    total_ = args.factors.total + copies * kTotalWidth;
   }
 
   // Starts the copies of the next chunk; the caller commits them.

@@ -69,13 +69,9 @@ TensorMap rows_of(const TensorView& x) {
   return x.present() ? token_map(x, kChunkRows, 64, Swizzle::k128) : TensorMap{};
 }
 
-// Pairs of a chunk and a value head that there is memory for: of factors, and of G and Y of a window.
-struct Items {
-  int64_t factors, slots;
-};
-Items items_of(const ChunkArgs& args) {
-  const int64_t HV = args.problem.num_value_heads, slots = chunk_16bit::chunks_in_window(args) * HV;
-  return {args.factors_of_window ? slots : args.num_chunks * HV, slots};
+// Pairs of a chunk and a value head that there is memory for, of G and Y of a window.
+int64_t count_slots(const ChunkArgs& args) {
+  return chunk_16bit::chunks_in_window(args) * args.problem.num_value_heads;
 }
 
 // What both kernels read of a window.
@@ -86,13 +82,13 @@ struct WindowMaps {
 WindowMaps window_maps(const DeltaRuleBackward& call, const GradientArgs& args) {
   const DType dtype = call.in.k.dtype;
   const ChunkArgs& chunk = args.chunk;
-  const Items items = items_of(chunk);
+  const int64_t slots = count_slots(chunk);
   return {rows_of(call.in.k),
           rows_of(call.in.q),
           rows_of(call.d_o),
-          rows_map(args.G, dtype, args.padded_v, padded_k(chunk.problem.head_dim_k), items.slots),
-          rows_map(args.Y, dtype, args.padded_v, kChunkRows, items.slots),
-          lower_maps(chunk.factors.lower, dtype, items.factors)};
+          rows_map(args.G, dtype, args.padded_v, padded_k(chunk.problem.head_dim_k), slots),
+          rows_map(args.Y, dtype, args.padded_v, kChunkRows, slots),
+          lower_maps(chunk.factors.lower, dtype, count_items(chunk))};
 }
 
 void scan_states(const DeltaRuleBackwardProblem& problem, const ForwardArgs& args, const Context& context) {
@@ -144,14 +140,14 @@ void scan_channels_back(const DeltaRuleBackwardProblem& problem, const GradientA
   ChannelScanBackMaps maps{};
   if (args.chunk.num_chunks > 0) {
     const DType dtype = problem.args.in.k.dtype;
-    const Items items = items_of(args.chunk);
+    const int64_t slots = count_slots(args.chunk);
     const int K = padded_k(problem.sizes.head_dim_k);
-    maps = {copies_map(args.chunk.factors.keys, dtype, K, items.factors),
+    maps = {copies_map(args.chunk.factors.keys, dtype, K, count_copies(args.chunk)),
             rows_of(problem.args.d_o),
             rows_of(problem.args.dv),
-            lower_maps(args.chunk.factors.lower, dtype, items.factors),
-            rows_map(args.G, dtype, args.padded_v, K, items.slots),
-            rows_map(args.Y, dtype, args.padded_v, kChunkRows, items.slots)};
+            lower_maps(args.chunk.factors.lower, dtype, count_items(args.chunk)),
+            rows_map(args.G, dtype, args.padded_v, K, slots),
+            rows_map(args.Y, dtype, args.padded_v, kChunkRows, slots)};
   }
   problem.args.in.k.dtype == DType::kBF16 ? launch_channel_scan_back<DType::kBF16>(args, maps, columns, context)
                                           : launch_channel_scan_back<DType::kF16>(args, maps, columns, context);
@@ -191,7 +187,7 @@ void channel_gradients(const DeltaRuleBackwardProblem& problem, const GradientAr
                            of.d_o,
                            rows_of(call.dq),
                            rows_of(call.dk),
-                           copies_map(args.chunk.factors.keys, dtype, K, items_of(args.chunk).factors),
+                           copies_map(args.chunk.factors.keys, dtype, K, count_copies(args.chunk)),
                            of.lower,
                            states_map(args.S, args.S_width, args.chunk, channel_gradient_columns(K)),
                            of.G,

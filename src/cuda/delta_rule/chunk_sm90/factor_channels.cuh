@@ -54,7 +54,7 @@ struct Item {
   uint32_t number;  // in the window: heads go first, then rows of the batch, then chunks of a row
   ChunkSpan span;   // of no sequence: there is no such chunk
   int head, tokens;
-  int64_t factors;
+  int64_t factors, copies;
 
   __device__ __forceinline__ bool exists() const { return span.sequence >= 0; }
 };
@@ -72,12 +72,14 @@ __device__ __forceinline__ Item item_of(const ChunkArgs& args, uint32_t number) 
     const int64_t C = args.chunked.chunk_size, position = args.window.begin + at;
     const int64_t begin = position * C;
     item.span = {row, row, begin, min(args.chunked.sequences.tokens - begin, C), position};
-    const int64_t chunk = args.factors_of_window ? int64_t{row} * width + at : row * args.window.row + position;
-    item.factors = chunk * HV + item.head;
+    const int64_t slot = int64_t{row} * width + at, chunk = row * args.window.row + position;
+    item.factors = (args.factors_of_window ? slot : chunk) * HV + item.head;
+    item.copies = (args.copies_of_window ? slot : chunk) * HV + item.head;
   } else {
     const int64_t chunk = args.window.chunk_in(turn);
     item.span = chunk_at(args.chunked, chunk);
     item.factors = args.factors_at(chunk) + item.head;
+    item.copies = args.copies_at(chunk) + item.head;
   }
   item.tokens = static_cast<int>(item.span.length);
   return item;

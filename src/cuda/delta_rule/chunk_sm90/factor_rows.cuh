@@ -101,9 +101,9 @@ struct OwnRows {
   uint16_t* copies;
   float4 start;
 
-  __device__ __forceinline__ OwnRows(const ChunkArgs& args, int64_t item, const Place<kK>& place, float4 first)
+  __device__ __forceinline__ OwnRows(const ChunkArgs& args, int64_t copy, const Place<kK>& place, float4 first)
       : own(place),
-        copies(args.factors.keys + (item * kKeyCopies * kChunkRows + own.top) * kK + own.channel),
+        copies(args.factors.keys + (copy * kKeyCopies * kChunkRows + own.top) * kK + own.channel),
         start(first) {}
   __device__ __forceinline__ void store(KeyCopy copy, int i, uint2 x) const {
     *reinterpret_cast<uint2*>(copies + (copy * kChunkRows + i) * kK) = x;
@@ -122,18 +122,18 @@ struct OwnRows {
 
 // e_n, by the threads of the last half of a tile.
 template <int kK>
-__device__ __forceinline__ void store_total(const ChunkArgs& args, int64_t item, const Place<kK>& own, float4 e) {
-  if (own.top == kChunkRows - kOwnRows) four_at(args.factors.total + item * kK + own.channel) = e;
+__device__ __forceinline__ void store_total(const ChunkArgs& args, int64_t copy, const Place<kK>& own, float4 e) {
+  if (own.top == kChunkRows - kOwnRows) four_at(args.factors.total + copy * kK + own.channel) = e;
 }
 
 // With one anchor: the rows of both sides of the products, of which the rising ones are two of the scan's copies of the
-// keys, and the third copy.
-template <DType kType, int kK>
-__device__ __forceinline__ void scale_rows(Shared<kK>& s, const ChunkArgs& args, int64_t item, const Place<kK>& own,
+// keys, and the third copy. kAlone: there are no products, here and below.
+template <DType kType, bool kAlone, int kK>
+__device__ __forceinline__ void scale_rows(Shared<kK>& s, const ChunkArgs& args, int64_t copy, const Place<kK>& own,
                                            const Sums& sums) {
   const float4 before = total_before(s, own);
   const float4 e = exp2_approx(before + total_at(s, own.tile, own) + total_after(s, own));
-  const OwnRows<kType, kK> rows(args, item, own, before + sums.first(own.half));
+  const OwnRows<kType, kK> rows(args, copy, own, before + sums.first(own.half));
   rows.template for_each<4>(sums, [&](int i, float4 sum) {
     const uint32_t at = key_offset(rows.own, i);
     const float2 on = s.on_rows[rows.own.top + i];
@@ -141,51 +141,53 @@ __device__ __forceinline__ void scale_rows(Shared<kK>& s, const ChunkArgs& args,
     const float4 up = exp2_approx(sum), written = exp2_approx(-sum) * key;
     four_at(s.k, at) = pack<kType>(up * key);
     four_at(s.q, at) = pack<kType>(up * query);
-    four_at(s.falling, at) = pack<kType>(written);
+    if constexpr (!kAlone) four_at(s.falling, at) = pack<kType>(written);
     rows.store(kWriter, i, pack<kType>(e * written));
   });
-  store_total(args, item, own, e);
+  store_total(args, copy, own, e);
 }
 
 // With two anchors: the rows of both sides, all copies, and the powers of falling rows. `first` and `last` are n and
 // n'.
-template <DType kType, int kK>
-__device__ __forceinline__ void scale_rows_apart(Shared<kK>& s, const ChunkArgs& args, int64_t item,
+template <DType kType, bool kAlone, int kK>
+__device__ __forceinline__ void scale_rows_apart(Shared<kK>& s, const ChunkArgs& args, int64_t copy,
                                                  const Place<kK>& own, const Sums& sums) {
   const float4 before = total_before(s, own), through = before + total_at(s, own.tile, own);
   const float4 first = nearest_integer(before), last = nearest_integer(through), between = last - first;
-  // Of tiles 1 and 2 themselves, and in the place of tile 3 of both.
-  const float4 both = own.tile < 3 ? between : first - nearest_integer(total_at(s, 0, own));
-  const uint2 powers = pack<DType::kBF16>(exp2_approx(own.half == 0 ? -between : both));
-  (own.half == 0 ? s.inverse_decay : s.between)[own.tile].store(own.channel, powers);
+  if constexpr (!kAlone) {
+    // Of tiles 1 and 2 themselves, and in the place of tile 3 of both.
+    const float4 both = own.tile < 3 ? between : first - nearest_integer(total_at(s, 0, own));
+    const uint2 powers = pack<DType::kBF16>(exp2_approx(own.half == 0 ? -between : both));
+    (own.half == 0 ? s.inverse_decay : s.between)[own.tile].store(own.channel, powers);
+  }
   const uint2 on_reads = pack<DType::kBF16>(exp2_approx(first));
   const float4 on_write = exp2_approx((through - last) + total_after(s, own));
-  if (own.tile == kTiles - 1) store_total(args, item, own, exp2_approx(through));
-  const OwnRows<kType, kK> rows(args, item, own, (before - first) + sums.first(own.half));
-  rows.template for_each<2>(sums, [&](int i, float4 sum) {
+  if (own.tile == kTiles - 1) store_total(args, copy, own, exp2_approx(through));
+  const OwnRows<kType, kK> rows(args, copy, own, (before - first) + sums.first(own.half));
+  rows.template for_each<kAlone ? 1 : 2>(sums, [&](int i, float4 sum) {
     const uint32_t at = key_offset(rows.own, i);
     const float2 on = s.on_rows[rows.own.top + i];
     const float4 key = on.x * unpack<kType>(four_at(s.k, at)), query = on.y * unpack<kType>(four_at(s.q, at));
     const float4 up = exp2_approx(sum);
     const uint2 on_k = pack<kType>(up * key), on_q = pack<kType>(up * query);
-    four_at(s.k, at) = on_k;
+    if constexpr (!kAlone) four_at(s.k, at) = on_k;
     rows.store(kReader, i, times_powers<kType>(on_k, on_reads));
-    four_at(s.q, at) = on_q;
+    if constexpr (!kAlone) four_at(s.q, at) = on_q;
     rows.store(kQuery, i, times_powers<kType>(on_q, on_reads));
     const float4 written = exp2_approx(between - sum) * key;
-    four_at(s.falling, at) = pack<kType>(written);
+    if constexpr (!kAlone) four_at(s.falling, at) = pack<kType>(written);
     rows.store(kWriter, i, pack<kType>(on_write * written));
   });
 }
 
 // By one thread: the rising rows of one anchor to memory.
 template <int kK>
-__device__ __forceinline__ void store_copies(Shared<kK>& s, const FactorMaps& maps, int item) {
+__device__ __forceinline__ void store_copies(Shared<kK>& s, const FactorMaps& maps, int at) {
   const auto store = [&](const KeyMemory<kK>& memory, KeyCopy copy) {
     const KeyTile<kK> rows(memory);
 #pragma unroll
     for (int p = 0; p < rows.kPanels; ++p) {
-      store_box(maps.copies, {p * rows.kPanelColumns, 0, copy, item}, rows.panel(p));
+      store_box(maps.copies, {p * rows.kPanelColumns, 0, copy, at}, rows.panel(p));
     }
   };
   store(s.k, kReader);

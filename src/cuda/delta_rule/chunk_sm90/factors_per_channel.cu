@@ -53,8 +53,9 @@ __device__ __forceinline__ void begin_team(Shared<kK>& s) {
 }
 
 // The factors of the item, whose rows are on their way, by a team, whose leader stores the copies. read(apart) follows each
-// thread's last access to k, q and falling, but for what the leader stores.
-template <DType kType, class Team, int kK, class Read>
+// thread's last access to k, q and falling, but for what the leader stores. kAlone: the copies of the keys alone, where the other
+// factors were kept.
+template <DType kType, class Team, bool kAlone, int kK, class Read>
 __device__ __forceinline__ void make_factors(const ChunkArgs& args, const FactorMaps& maps, Shared<kK>& s,
                                              const Read& read) {
   const DeltaRuleDeviceProblem& p = args.problem;
@@ -66,7 +67,7 @@ __device__ __forceinline__ void make_factors(const ChunkArgs& args, const Factor
     __syncwarp();
     if (elect_one()) s.gates_filled.arrive();
   }
-  if (thread < kChunkRows) s.beta[thread] = chunk_beta(p, item.span, item.head, thread);
+  if (!kAlone && thread < kChunkRows) s.beta[thread] = chunk_beta(p, item.span, item.head, thread);
   Sums sums;
   const auto wait_for_gates = [&] { s.gates_filled.wait(Team::kAlone ? 0 : s.parity); };
   if (maps.has_g) {
@@ -81,23 +82,26 @@ __device__ __forceinline__ void make_factors(const ChunkArgs& args, const Factor
   const float4 total = sums.total() + other_half(sums.total());
   if (own.half == 0) four_at(s.total + own.tile * kK + own.channel) = total;
   if (rises || !(least(total) >= kMild<kType>)) s.apart = true;
-  if (least(total) < kStrong<kType>) s.strong[own.tile] = true;
+  if (!kAlone && least(total) < kStrong<kType>) s.strong[own.tile] = true;
   s.keys_filled.wait(Team::kAlone ? 0 : s.parity);
   norms<kType>(s, p, Team::warp(), lane_anew());
   Team::barrier();
   const bool apart = s.apart;
   if (!apart) {
-    scale_rows<kType>(s, args, item.factors, Place<kK>(Team::warp()), sums);
+    scale_rows<kType, kAlone>(s, args, item.copies, Place<kK>(Team::warp()), sums);
     fence_async_proxy();
     Team::barrier();
-    if (Team::leads()) store_copies(s, maps, static_cast<int>(item.factors));
+    if (Team::leads()) store_copies(s, maps, static_cast<int>(item.copies));
   } else {
-    if (s.strong[0] || s.strong[1] || s.strong[2] || s.strong[3]) {
-      make_strong<kType, Team>(s, args, Team::warp(), lane_anew(), sums);
+    if constexpr (!kAlone) {
+      if (s.strong[0] || s.strong[1] || s.strong[2] || s.strong[3]) {
+        make_strong<kType, Team>(s, args, Team::warp(), lane_anew(), sums);
+      }
     }
-    scale_rows_apart<kType>(s, args, item.factors, Place<kK>(Team::warp()), sums);
-    Team::barrier();
+    scale_rows_apart<kType, kAlone>(s, args, item.copies, Place<kK>(Team::warp()), sums);
+    if constexpr (!kAlone) Team::barrier();
   }
+  if constexpr (kAlone) return;
   const int warp = Team::warp(), lane = lane_anew();
   const GlobalResults<kType> results = results_of<kType>(args, item.factors, lane);
   const InverseSteps steps{s.inverse, warp % kGroupWarps, lane};
@@ -114,7 +118,7 @@ __device__ __forceinline__ void make_factors(const ChunkArgs& args, const Factor
 }
 
 // A block has one pair. From the end, the scan finds in the second-level cache what was made last, and begins with that.
-template <DType kType, int kK>
+template <DType kType, int kK, bool kAlone>
 __global__ void __launch_bounds__(kThreads<kK>, kTeamsOnOne<kK>)
     channel_factors_kernel(const __grid_constant__ ChunkArgs args, const __grid_constant__ FactorMaps maps) {
   using Team = TeamOf<kK, 1>;
@@ -128,7 +132,7 @@ __global__ void __launch_bounds__(kThreads<kK>, kTeamsOnOne<kK>)
   }
   Team::barrier();
   if (!s.item.exists()) return;
-  make_factors<kType, Team>(args, maps, s, [](bool) {});
+  make_factors<kType, Team, kAlone>(args, maps, s, [](bool) {});
   if (Team::leads()) wait_stores_read<0>();
 }
 
@@ -177,7 +181,7 @@ __device__ __forceinline__ void run_team(const ChunkArgs& args, const FactorMaps
   using Team = TeamOf<kK, kTeamsOnOne<kK>>;
 #pragma unroll 1
   while (s.item.exists()) {
-    make_factors<kType, Team>(args, maps, s, [&](bool apart) {
+    make_factors<kType, Team, false>(args, maps, s, [&](bool apart) {
       if (apart) fence_async_proxy();  // otherwise only products and stores have read them since the last one
       __syncwarp();
       if (lane_anew() == 0) s.rows_read.arrive();
@@ -254,6 +258,10 @@ int64_t count_items(const ChunkArgs& args) {
   const int64_t chunks = args.factors_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
   return chunks * args.problem.num_value_heads;
 }
+int64_t count_copies(const ChunkArgs& args) {
+  const int64_t chunks = args.copies_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
+  return chunks * args.problem.num_value_heads;
+}
 
 bool takes_channel_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes) {
   const int device = in.q.device.index;
@@ -278,7 +286,7 @@ FactorMaps factor_maps(const DeltaRuleInputs& in, const ChunkArgs& args) {
   maps.q = rows_map(in.q);
   maps.has_g = in.g.dtype == in.k.dtype && has_token_map(in.g);
   if (maps.has_g) maps.g = rows_map(in.g);
-  maps.copies = copies_map(args.factors.keys, in.k.dtype, padded_k(args.problem.head_dim_k), count_items(args));
+  maps.copies = copies_map(args.factors.keys, in.k.dtype, padded_k(args.problem.head_dim_k), count_copies(args));
   return maps;
 }
 
@@ -296,7 +304,11 @@ void with_kernel(const ChunkArgs& args, const Body& body) {
 void launch_pairs(const ChunkArgs& args, const FactorMaps& maps, int64_t pairs, const Context& context) {
   with_kernel(args, [&]<DType kType, int kK>() {
     const LaunchShape shape{static_cast<unsigned>(pairs), kThreads<kK>, sizeof(Shared<kK>), true};
-    launch<channel_factors_kernel<kType, kK>>("delta_rule chunk_sm90 factors per channel", context, shape, args, maps);
+    const auto of = [&]<bool kAlone>() {
+      launch<channel_factors_kernel<kType, kK, kAlone>>("delta_rule chunk_sm90 factors per channel", context, shape,
+                                                        args, maps);
+    };
+    args.copies_alone ? of.template operator()<true>() : of.template operator()<false>();
   });
 }
 

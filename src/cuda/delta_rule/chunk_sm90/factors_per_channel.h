@@ -24,6 +24,7 @@ TensorMap copies_map(const uint16_t* copies, DType dtype, int padded_k, int64_t 
 
 // Pairs of a chunk and a value head that there is scratch memory for.
 int64_t count_items(const chunk_16bit::ChunkArgs& args);
+int64_t count_copies(const chunk_16bit::ChunkArgs& args);
 
 // Pairs that a multiprocessor works on.
 constexpr int channel_factor_teams(int padded_k) { return padded_k == 64 ? 4 : 3; }

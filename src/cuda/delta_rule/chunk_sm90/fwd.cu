@@ -194,7 +194,7 @@ ChannelScanMaps channel_scan_maps(const DeltaRuleInputs& in, const TensorView& o
   const DType dtype = in.k.dtype;
   const int64_t items = count_items(args);
   ChannelScanMaps maps{};
-  maps.keys = copies_map(args.factors.keys, dtype, padded_k(args.problem.head_dim_k), items);
+  maps.keys = copies_map(args.factors.keys, dtype, padded_k(args.problem.head_dim_k), count_copies(args));
   maps.v = rows_map(in.v);
   maps.o = rows_map(o);
   maps.lower = lower_maps(args.factors.lower, dtype, items);

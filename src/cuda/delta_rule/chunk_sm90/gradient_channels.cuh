@@ -190,11 +190,12 @@ struct ChannelBringer {
   }
 
   // In the place of `states`, as bring_states.
-  __device__ __forceinline__ void bring_values(const Item& item, int factors, uint32_t busy) const {
+  __device__ __forceinline__ void bring_values(const Item& item, uint32_t busy) const {
     const RowsPlace at = rows_of(item, item.head);
     s.states_free.wait(busy);
     s.first_filled.arrive_expecting(2 * Keys::kBytes + WrittenTile::kBytes + LowerTile::kBytes);
-    load_copy<kWidth>(s.reader, maps.keys, kReader, factors, s.first_filled);
+    load_copy<kWidth>(s.reader, maps.keys, kReader, static_cast<int>(chunk_16bit::copies_of(args.chunk, item)),
+                      s.first_filled);
     const int column = column_of<kRanges>(item);
     load_panels(Keys(s.v), maps.v, column, args.chunk.problem.head_dim_v, at, s.first_filled);
     wait_until_left(args, item);
@@ -223,9 +224,8 @@ struct ChannelBringer {
   }
 
   __device__ __forceinline__ void bring_first(const Item& item, uint32_t busy) const {
-    const auto factors = static_cast<int>(item.factors);
-    bring_values(item, factors, busy);
-    bring_pairs(factors, busy);
+    bring_values(item, busy);
+    bring_pairs(static_cast<int>(item.factors), busy);
   }
   __device__ __forceinline__ void bring_others(const Item& item, uint32_t busy) const {
     bring_states(item, busy);
@@ -345,7 +345,7 @@ struct OwnBringer {
     if (!exists()) return;
     gates().ask(item());
     if (lane == 0) {
-      operands().bring_values(item(), static_cast<int>(item().factors), busy());
+      operands().bring_values(item(), busy());
       operands().bring_states(item(), busy());
     }
     __syncwarp();

@@ -105,12 +105,13 @@ struct ChannelBackBringer {
   const ChannelScanBackMaps& maps;
   typename Shape::Shared& s;
 
-  __device__ __forceinline__ void bring_write(int item, int column, const RowsPlace& values, const Turn& turn) const {
+  __device__ __forceinline__ void bring_write(int item, int copy, int column, const RowsPlace& values,
+                                              const Turn& turn) const {
     const int at = turn.ring.at;
     TransactionBarrier& filled = s.of_write.filled[at];
     s.of_write.free[at].wait(turn.ring.parity ^ 1);
     filled.arrive_expecting(sizeof(typename Shape::Write));
-    load_copy<Shape::kWidth>(s.write[at].writer, maps.keys, kWriter, item, filled);
+    load_copy<Shape::kWidth>(s.write[at].writer, maps.keys, kWriter, copy, filled);
 #pragma unroll
     for (int i = 0; i < Shape::kColumns / kGroupColumns; ++i) {
       load_panels(ValueTile(s.write[at].d_o[i]), maps.d_o, column + i * kGroupColumns, args.problem.head_dim_v, values,
@@ -119,27 +120,28 @@ struct ChannelBackBringer {
     load_lower(s.write[at].sP, maps.lower, kLowerP, item, filled);
   }
 
-  __device__ __forceinline__ void bring_read(int item, const Turn& turn) const {
+  __device__ __forceinline__ void bring_read(int item, int copy, const Turn& turn) const {
     const int at = turn.read_at();
     TransactionBarrier& filled = s.of_read.filled[at];
     s.of_read.free[at].wait(turn.read_parity() ^ 1);
     filled.arrive_expecting(sizeof(typename Shape::Read) + Shape::kBetaBytes + Shape::kTotalBytes);
     load_lower(s.read[at].J, maps.lower, kLowerJ, item, filled);
-    load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * Shape::kWidth, Shape::kTotalBytes,
+    load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{copy} * Shape::kWidth, Shape::kTotalBytes,
                filled);
     load_bytes(shared_address(s.beta[at]), args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes, filled);
-    load_copy<Shape::kWidth>(s.read[at].query, maps.keys, kQuery, item, filled);
-    load_copy<Shape::kWidth>(s.read[at].reader, maps.keys, kReader, item, filled);
+    load_copy<Shape::kWidth>(s.read[at].query, maps.keys, kQuery, copy, filled);
+    load_copy<Shape::kWidth>(s.read[at].reader, maps.keys, kReader, copy, filled);
   }
 
   __device__ __forceinline__ void run(const PartRange& parts, bool writes) const {
     Turn turn;
     for_each_chunk_back<Shape>(args, parts, [&](const ScanPart& part, const Walk& walk, int c) {
       const int item = static_cast<int>(args.factors_at(walk.first_chunk + c) + part.head);
+      const int copy = static_cast<int>(args.copies_at(walk.first_chunk + c) + part.head);
       if (writes) {
-        bring_write(item, part.column, rows_of(args, walk, c, part.head), turn);
+        bring_write(item, copy, part.column, rows_of(args, walk, c, part.head), turn);
       } else {
-        bring_read(item, turn);
+        bring_read(item, copy, turn);
       }
       turn.next();
     });

@@ -88,8 +88,8 @@ struct ChannelBlock {
     RingBarriers<kDepth> of_solve, of_write;
     Handed handed[kGroups];
     ScanWork work;
-    int first_item;      // of the factors
-    WalkFlags flags[3];  // of the threads that fill the rings
+    int first_item, first_copy;  // of the factors, and of the copies of the keys
+    WalkFlags flags[3];          // of the threads that fill the rings
     float4 halves[kHalves ? 2 : 1][kHalves ? kTokenTiles : 1]
                  [kHalves ? kGroupThreads : 1];  // of X, then O, of a thread
   };
@@ -118,39 +118,39 @@ struct ChannelScanBringer {
   const ChannelScanMaps& maps;
   typename Shape::Shared& s;
 
-  __device__ __forceinline__ void bring_read(int item, int column, const RowsPlace& values,
+  __device__ __forceinline__ void bring_read(int item, int copy, int column, const RowsPlace& values,
                                              const RingTurn<Shape::kReadDepth>& turn) const {
     const int at = turn.at;
     TransactionBarrier& filled = s.of_read.filled[at];
     s.of_read.free[at].wait(turn.parity ^ 1);
     filled.arrive_expecting(Shape::kReadBytes);
-    load_copy<Shape::kWidth>(s.read[at].reader, maps.keys, kReader, item, filled);
+    load_copy<Shape::kWidth>(s.read[at].reader, maps.keys, kReader, copy, filled);
 #pragma unroll
     for (int i = 0; i < Shape::kRanges; ++i) {
       load_panels(ValueTile(s.read[at].v[i]), maps.v, column + i * kGroupColumns, value_columns(args), values, filled);
     }
     load_bytes(shared_address(s.beta[at]), args.factors.token + int64_t{item} * kChunkRows, Shape::kBetaBytes, filled);
-    load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{item} * Shape::kWidth, Shape::kTotalBytes,
+    load_bytes(shared_address(s.total[at]), args.factors.total + int64_t{copy} * Shape::kWidth, Shape::kTotalBytes,
                filled);
   }
 
-  __device__ __forceinline__ void bring_solve(int item, const RingTurn<Shape::kDepth>& turn) const {
+  __device__ __forceinline__ void bring_solve(int item, int copy, const RingTurn<Shape::kDepth>& turn) const {
     const int at = turn.at;
     TransactionBarrier& filled = s.of_solve.filled[at];
     s.of_solve.free[at].wait(turn.parity ^ 1);
     filled.arrive_expecting(Shape::kSolveBytes);
     if constexpr (!Shape::kMakesMaps) {
-      load_copy<Shape::kWidth>(s.solve[at].query, maps.keys, kQuery, item, filled);
+      load_copy<Shape::kWidth>(s.solve[at].query, maps.keys, kQuery, copy, filled);
     }
     load_lower(s.solve[at].J, maps.lower, kLowerJ, item, filled);
   }
 
-  __device__ __forceinline__ void bring_write(int item, const RingTurn<Shape::kDepth>& turn) const {
+  __device__ __forceinline__ void bring_write(int item, int copy, const RingTurn<Shape::kDepth>& turn) const {
     const int at = turn.at;
     TransactionBarrier& filled = s.of_write.filled[at];
     s.of_write.free[at].wait(turn.parity ^ 1);
     filled.arrive_expecting(Shape::kWriteBytes);
-    load_copy<Shape::kWidth>(s.write[at].writer, maps.keys, kWriter, item, filled);
+    load_copy<Shape::kWidth>(s.write[at].writer, maps.keys, kWriter, copy, filled);
     if constexpr (!Shape::kMakesMaps) load_lower(s.write[at].sP, maps.lower, kLowerP, item, filled);
   }
 
@@ -160,12 +160,13 @@ struct ChannelScanBringer {
     for (int c = 0; c < walk.chunks; ++c, turn.next()) {
       if (!Shape::kMakesMaps && args.published != nullptr) s.flags[ring].wait();
       const int item = s.first_item + c * args.problem.num_value_heads;
+      const int copy = s.first_copy + c * args.problem.num_value_heads;
       if (ring == 0) {
-        bring_read(item, part.column, rows_of(args, walk, c, part.head), turn.read);
+        bring_read(item, copy, part.column, rows_of(args, walk, c, part.head), turn.read);
       } else if (ring == 1) {
-        bring_solve(item, turn.other);
+        bring_solve(item, copy, turn.other);
       } else {
-        bring_write(item, turn.other);
+        bring_write(item, copy, turn.other);
       }
     }
   }
@@ -494,6 +495,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksOnOne)
     s.work = work_at<Shape::kWidth, Shape::kMakesMaps>(args, blockIdx.x, Shape::kColumns);
     const auto& [part, walk, is_tail] = s.work;
     s.first_item = static_cast<int>(args.factors_at(walk.first_chunk)) + part.head;
+    s.first_copy = static_cast<int>(args.copies_at(walk.first_chunk)) + part.head;
     if (!Shape::kMakesMaps && args.published != nullptr) {
       s.flags[0] = s.flags[1] = s.flags[2] = flags_of(args, part, walk, args.problem.num_value_heads, part.head);
     }
