@@ -102,8 +102,9 @@ def _kept_words(device: int, gate: int, dtype: torch.dtype, head_dim_k: int, eve
 def _words_of_kept_factors(q: Tensor, options: int, disable_recompute: bool) -> int:
     """How many words such a forward keeps beside the states, of every chunk and value head; 0: none.
 
-    A fifth of the memory of q, k, v and o (64 tokens to a chunk, K = V = 128). With one decay per channel nearly as much as they
-    have themselves where it is told to: then the keys that have their decays, too, which the backward otherwise makes again.
+    A fifth of the memory of q, k, v and o (64 tokens to a chunk, K = V = 128). With one decay per channel nearly as
+    much as they have themselves where it is told to: then the keys that have their decays, too, which the backward
+    otherwise makes again.
     """
     index = q.device.index if q.device.index is not None else torch.cuda.current_device()
     return _kept_words(index, options & 3, q.dtype, q.shape[3], disable_recompute)
