@@ -5,6 +5,8 @@
 // and goes through factor_steps.cuh for all value heads of the key head, which share the products. q and k of the next
 // pair come by TMA as soon as both products have been made, its gates and beta while two warps of the four have nothing to
 // do. Beside a scan (beside.h) some blocks have pairs left when the others leave, and one more warp publishes what all have made.
+// Where nothing is made before the scan, the warpgroups begin one after the other: it waits for the first pairs, and one at a time
+// takes less time for each than all at once.
 #include <algorithm>
 #include <limits>
 
@@ -57,6 +59,7 @@ struct FactorShape {
   struct alignas(1024) BlockShared {
     Shared groups[kGroups];
     Publisher<kGroups> publisher;
+    TransactionBarrier begun[kGroups];  // a warpgroup is in the midst of its first pair
   };
 };
 
@@ -68,7 +71,7 @@ struct FactorGroup {
   const ScanMaps& maps;
   const FactorOrder& order;
   typename Shape::Shared& s;
-  Publisher<kGroups>& publisher;
+  typename Shape::BlockShared& all;
   int group, warp, lane;  // the warp within the warpgroup
 
   __device__ __forceinline__ FactorSteps<kType, kK> steps() const {
@@ -168,8 +171,17 @@ struct FactorGroup {
     row[chunk_16bit::kRstdOfK * kChunkRows] = s.scratch.rstd_k[i];
   }
 
+  // Until the warpgroup before this one has begun, and by one thread when this one has.
+  __device__ __forceinline__ bool one_by_one() const { return order.flags != nullptr && order.before == 0; }
+  __device__ __forceinline__ void wait_to_begin() const {
+    if (one_by_one() && group > 0) all.begun[group - 1].wait(0);
+  }
+  __device__ __forceinline__ void let_next_begin() const {
+    if (one_by_one() && is_chosen()) all.begun[group].arrive();
+  }
+
   // The factors of the value heads of pair `at`. The tokens of the first head are there, and `turn` tells where.
-  __device__ __forceinline__ void run_pair(int at, uint32_t parity, int& turn) const {
+  __device__ __forceinline__ void run_pair(int at, uint32_t parity, bool begins, int& turn) const {
     const int heads = args.problem.group;
     const Pair &pair = s.pair[at], &next = s.pair[(at + 1) % 3];
     Gram kk, qk;
@@ -194,6 +206,7 @@ struct FactorGroup {
       }
       steps().template apply_decays<kWithP>(tokens, kk, qk, results);
       steps().inverse().invert_diagonal();
+      if (begins && h == 0) let_next_begin();
       barrier();
       if (warp % 2 == 1) {
         steps().inverse().merge_16(results);
@@ -223,7 +236,7 @@ struct FactorGroup {
   }
   // After a barrier of the warpgroup that follows the last result of a pair.
   __device__ __forceinline__ void publish_made() const {
-    if (s.made != nullptr) publisher.hand_over(group, s.made);
+    if (s.made != nullptr) all.publisher.hand_over(group, s.made);
   }
 
   __device__ __forceinline__ void begin() const {
@@ -252,12 +265,17 @@ struct FactorGroup {
     }
     barrier();
     if (warp % 2 == 0) finish_tokens(load_tokens(s.pair[0], 0), s.pair[0], 0, s.scratch.tokens[0]);
+    wait_to_begin();
     int turn = 0, at = 0;
-    for (uint32_t parity = 0; s.pair[at].length > 0; parity ^= 1, at = (at + 1) % 3) run_pair(at, parity, turn);
+    bool begins = true;
+    for (uint32_t parity = 0; s.pair[at].length > 0; parity ^= 1, at = (at + 1) % 3, begins = false) {
+      run_pair(at, parity, begins, turn);
+    }
+    if (begins) let_next_begin();  // there was no pair
     barrier();
     if (order.flags != nullptr && is_chosen()) {
       publish_made();
-      publisher.hand_over(group, nullptr);
+      all.publisher.hand_over(group, nullptr);
     }
   }
 };
@@ -271,10 +289,13 @@ __global__ void __launch_bounds__(kThreadsWithPublisher<factor_groups(kK, kWithP
   auto& s = aligned_shared<typename FactorShape<kK, kWithP>::BlockShared>();
   const bool works = number < kGroups;
   const FactorGroup<kType, kK, kWithP> group{
-      args, maps, order, s.groups[works ? number : 0], s.publisher, number, warp % kGroupWarps, lane};
+      args, maps, order, s.groups[works ? number : 0], s, number, warp % kGroupWarps, lane};
   if (works) group.begin();
   if (order.flags != nullptr) {
-    if (threadIdx.x == kGroups * kGroupThreads) s.publisher.init();
+    if (threadIdx.x == kGroups * kGroupThreads) {
+      for (TransactionBarrier& begun : s.begun) begun.init(1);
+      s.publisher.init();
+    }
     __syncthreads();
     let_next_kernel_start();
   }

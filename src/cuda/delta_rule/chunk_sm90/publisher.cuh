@@ -1,6 +1,6 @@
 // How the teams of a block of factors beside a scan (beside.h) publish what they have made: by a warp of its own. Who publishes
-// waits until all that the block has written can be seen by others, where memory is busy as long as a third of a pair takes, and
-// the team would wait with it.
+// waits until all that the block has written can be seen by others, which takes long where memory is busy, and the team would
+// wait with it.
 #pragma once
 
 #include "cuda/sm90/barriers.cuh"
@@ -19,10 +19,10 @@ inline constexpr int kRegistersBesidePublisher =
 
 // In shared memory. Of each team, one pair after the other:
 //
-//     team         told.wait                 the flag of the pair, null after the last one      made.arrive()
-//     publisher    made.wait of all teams    told.arrive() when it has read them                one fence for all flags
+//     team         told.wait       the flag of the pair, null after the last one       made.arrive()
+//     publisher    made.wait       one fence, also for teams behind this one that have made theirs        told.arrive()
 //
-// A team that gets ahead of another one by two pairs waits for it.
+// The publisher takes the teams in turn: one that gets ahead of another one by two pairs waits for it.
 template <int kTeams>
 struct Publisher {
   TransactionBarrier made[kTeams], told[kTeams];
@@ -50,19 +50,26 @@ struct Publisher {
   __device__ __forceinline__ void run() {
     uint32_t working = (1u << kTeams) - 1;
     for (uint32_t parity = 0; working != 0; parity ^= 1) {
-      uint32_t* now[kTeams];
-#pragma unroll
-      for (int team = 0; team < kTeams; ++team) {
-        now[team] = nullptr;
-        if ((working >> team & 1) == 0) continue;
-        made[team].wait(parity);
-        now[team] = flags[team];
-        told[team].arrive();
-      }
-      fence_all_blocks();
-#pragma unroll
-      for (int team = 0; team < kTeams; ++team) {
-        now[team] == nullptr ? void(working &= ~(1u << team)) : set_published(now[team]);
+      for (int team = 0; team < kTeams;) {
+        uint32_t ready = 0;
+#pragma unroll 1
+        for (; team < kTeams; ++team) {
+          if ((working >> team & 1) == 0) continue;
+          if (ready == 0) {
+            made[team].wait(parity);
+          } else if (!made[team].ask(parity)) {
+            break;
+          }
+          ready |= 1u << team;
+        }
+        fence_all_blocks();
+#pragma unroll 1
+        for (int i = 0; i < kTeams; ++i) {
+          if ((ready >> i & 1) == 0) continue;
+          uint32_t* flag = flags[i];
+          told[i].arrive();
+          flag == nullptr ? void(working &= ~(1u << i)) : set_published(flag);
+        }
       }
     }
   }
