@@ -213,7 +213,7 @@ class Block {
     if (has_left()) check_registers(threads);
   }
 
-  // As many as a thread has at most when a block of all threads of a multiprocessor begins, of which it has no more later.
+  // What a thread begins with at most, if its block has the multiprocessor for itself. All together never get more.
   int even_registers() const { return kRegisters / static_cast<int>(threads_of_block()) / 8 * 8; }
   void check_registers(size_t threads) {
     const auto groups = static_cast<int>(threads / kWarpgroup);

@@ -179,7 +179,7 @@ def test_gradients_do_not_depend_on_the_rest_of_the_batch(op, dtype):
 )
 def test_what_is_kept(op, gate, options):
     """Of a forward that records gradients: o, one state per chunk in the type of q, and what was made of the chunk, all
-    of it or, with decays per channel, a sixth.
+    of it or, with decays per channel, less than a fifth.
     """
     x = place(draw(op, T=1024, H=4, K=128, V=64, state=False), torch.bfloat16)
     run = functools.partial(getattr(ops, f"chunk_{op}"), **options)

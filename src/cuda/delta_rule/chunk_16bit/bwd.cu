@@ -102,7 +102,7 @@ Windows back_windows(const DeltaRuleBackwardProblem& problem, const chunk_sm90::
   constexpr size_t kMost = size_t{1} << 30, kMuch = size_t{320} << 20, kOfWindow = size_t{50} << 20;
   constexpr int64_t kMostWindows = 5;
   ScratchLayout one;
-  if (has_copies_of_window(problem)) take_factors(one, problem, 1, 1, true);
+  if (has_copies_of_window(problem)) take_factors(one, problem, 1, true);
   const int64_t V = padded_v(problem), K = padded_k(problem.sizes.head_dim_k);
   one.take<uint16_t>(problem.sizes.num_value_heads * V * (K + kChunkRows));
   take_share_of_maps(one, chunk, chunk_sm90::kBackMapParts);
@@ -149,7 +149,7 @@ Scratch take_scratch(ScratchLayout& layout, const DeltaRuleBackwardProblem& prob
   const int64_t with_factors = knows_states(problem) ? slots : chunk.num_chunks;
   Scratch scratch;
   scratch.first_chunk = take_first_chunks(layout, problem);
-  scratch.factors = take_factors(layout, problem, with_factors, with_factors, true);
+  scratch.factors = take_factors(layout, problem, with_factors, true);
   scratch.flags =
       layout.take<uint32_t>(kernels.ready_columns > 0 ? count_flags(problem, kernels, chunk) + windows.count : 0);
   const bool makes_states = wants_gradients(problem) && !has_states(problem);

@@ -94,14 +94,13 @@ Kept kept_of(const Problem& problem) {
   return {true, kept.shape[3] == all};
 }
 
-// Scratch memory for what is not kept, for so many chunks of either.
+// Scratch memory for what is not kept, of so many chunks.
 template <class Problem>
-ChunkFactors take_factors(ScratchLayout& layout, const Problem& problem, int64_t chunks, int64_t copies,
-                          bool row_numbers) {
+ChunkFactors take_factors(ScratchLayout& layout, const Problem& problem, int64_t chunks, bool row_numbers) {
   const Kept kept = kept_of(problem);
-  const int64_t HV = problem.sizes.num_value_heads;
+  const int64_t items = chunks * problem.sizes.num_value_heads;
   return take_factors(layout, has_decay_per_channel(problem), padded_k(problem.sizes.head_dim_k),
-                      kept.factors ? 0 : chunks * HV, kept.copies ? 0 : copies * HV, row_numbers);
+                      kept.factors ? 0 : items, kept.copies ? 0 : items, row_numbers);
 }
 
 // The factors of a call: what is kept there, the rest in scratch memory.
@@ -289,8 +288,7 @@ ForwardScratch take_forward_scratch(ScratchLayout& layout, const Problem& proble
                                     const Windows& windows, bool row_numbers) {
   ForwardScratch scratch;
   scratch.first_chunk = take_first_chunks(layout, problem);
-  const int64_t chunks = chunks_of_window(args, windows);
-  scratch.factors = take_factors(layout, problem, chunks, chunks, row_numbers);
+  scratch.factors = take_factors(layout, problem, chunks_of_window(args, windows), row_numbers);
   scratch.flags = layout.take<uint32_t>(chunks_of_window(args, windows) * problem.sizes.num_value_heads);
   scratch.carried = take_carried(layout, problem, windows);
   scratch.segments = take_segments(layout, args, windows, chunk_sm90::kForwardMapParts);
@@ -312,7 +310,7 @@ void forward_in_windows(const Problem& problem, const Context& context, bool row
 
   const Kept kept = kept_of(problem);
   ScratchLayout one;
-  take_factors(one, problem, 1, 1, row_numbers);
+  take_factors(one, problem, 1, row_numbers);
   take_share_of_maps(one, args, chunk_sm90::kForwardMapParts);
   const bool saves = kept.factors || call.chunk_states.present();  // then no window makes much of a difference
   const size_t most = saves ? 4 * kMostFactorBytes : kMostFactorBytes;

@@ -6,9 +6,10 @@
 //
 // The factors' blocks beside the scan let it start when they all run, and what was made before is there
 // (let_next_kernel_start): no block of the scan can keep one of theirs from running. They wait for nothing but earlier kernels,
-// and leave the scan a multiprocessor for each of its blocks, which run at once. They publish every pair of a chunk and a head
-// by a flag (publish); what brings operands to the scan waits for the flag, not for the end of the kernel. Copies that left by
-// TMA have been written before that, as far as the thread that publishes sees it. No bit depends on how the work is divided.
+// and leave the scan a multiprocessor for each of its blocks, which run at once. A warp of each publishes
+// every pair of a chunk and a head by a flag (publisher.cuh); what brings operands to the scan waits for the flag, not for the end
+// of the kernel. Copies that left by TMA have been written before that, as far as the thread that hands the pair over sees it. No
+// bit depends on how the work is divided.
 //
 // With R pairs at a place in the row, a cost of f for a pair on a multiprocessor and of t for a chunk in the scan, in
 // cycles, m multiprocessors beside it make the factors of N places while it goes over them, if

@@ -158,7 +158,7 @@ void scan_channels_back(const DeltaRuleBackwardProblem& problem, const GradientA
 bool takes_channel_gradients(const DeltaRuleBackwardProblem& problem) {
   const DeltaRuleInputs& in = problem.args.in;
   const int K = padded_k(problem.sizes.head_dim_k);
-  return K <= kMostK && (in.k.dtype == DType::kBF16 || !problem.args.options.gate_in_kernel) &&
+  return (in.k.dtype == DType::kBF16 || !problem.args.options.gate_in_kernel) &&
          lacks_shared_memory(channel_gradients_bytes(K), in.q.device.index).empty();
 }
 
@@ -170,8 +170,8 @@ bool have_gate_maps(const TensorView& g, const TensorView& dg) {
 
 // Whether the gradients of Hopper run, per channel for all but strong decays.
 bool takes_gradients(const DeltaRuleBackwardProblem& problem) {
-  return chunk_16bit::has_decay_per_channel(problem) ? takes_channel_gradients(problem)
-                                                     : problem.sizes.head_dim_k <= kMostK;
+  if (problem.sizes.head_dim_k > kMostK) return false;
+  return !chunk_16bit::has_decay_per_channel(problem) || takes_channel_gradients(problem);
 }
 
 // Those of Hopper, and the kernel of chunk_16bit for the pairs that they leave.

@@ -254,14 +254,16 @@ TensorMap copies_map(const uint16_t* copies, DType dtype, int padded_k, int64_t 
                      .swizzle = Swizzle::k128});
 }
 
-int64_t count_items(const ChunkArgs& args) {
-  const int64_t chunks = args.factors_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
-  return chunks * args.problem.num_value_heads;
+namespace {
+
+int64_t count_pairs(const ChunkArgs& args, bool of_window) {
+  return (of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks) * args.problem.num_value_heads;
 }
-int64_t count_copies(const ChunkArgs& args) {
-  const int64_t chunks = args.copies_of_window ? chunk_16bit::chunks_in_window(args) : args.num_chunks;
-  return chunks * args.problem.num_value_heads;
-}
+
+}  // namespace
+
+int64_t count_items(const ChunkArgs& args) { return count_pairs(args, args.factors_of_window); }
+int64_t count_copies(const ChunkArgs& args) { return count_pairs(args, args.copies_of_window); }
 
 bool takes_channel_factors(const DeltaRuleInputs& in, const DeltaRuleSizes& sizes) {
   const int device = in.q.device.index;

@@ -3,13 +3,14 @@
 // wait with it.
 #pragma once
 
+#include "cuda/delta_rule/chunk_sm90/tiles.cuh"
 #include "cuda/sm90/barriers.cuh"
 
 namespace fastweight::cuda::chunk_sm90 {
 
 // A warp comes with a warpgroup beside the kGroups of the teams, which gives registers back: all have as many at first.
 template <int kGroups>
-inline constexpr int kThreadsWithPublisher = (kGroups + 1) * 128;
+inline constexpr int kThreadsWithPublisher = (kGroups + 1) * kGroupThreads;
 inline constexpr int kPublisherRegisters = 24;
 template <int kGroups>
 inline constexpr int kEvenRegisters = 65536 / kThreadsWithPublisher<kGroups> / 8 * 8;

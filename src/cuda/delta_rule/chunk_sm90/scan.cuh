@@ -180,20 +180,6 @@ struct WorkGroup {
     return Keys(memory + (kParts == 2 ? group * Keys::kBytes : 0));
   }
 
-  // X of both halves to both: the same bits, for a + b is b + a.
-  __device__ __forceinline__ void exchange_X(TokenSums& X) const {
-    put_sums(X, kWarpSize * warp + lane, s.halves[group]);
-    named_barrier<1>(2 * kGroupThreads);
-    add_sums(s.halves[1 - group], kWarpSize * warp + lane, X);
-  }
-  // O of the second half to the first, through the place that the first half's X had: this thread has read it. The barrier
-  // also tells the second that the first has read its X.
-  __device__ __forceinline__ void hand_O(TokenSums& O) const {
-    if (group == 1) put_sums(O, kWarpSize * warp + lane, s.halves[0]);
-    named_barrier<2>(2 * kGroupThreads);
-    if (group == 0) add_sums(s.halves[0], kWarpSize * warp + lane, O);
-  }
-
   // o^T to shared memory, from where it is stored; give_away() follows.
   __device__ __forceinline__ void put_outputs(const Fragments<kTokenSteps>& o) const {
     if (Shape::kHalves && group == 1) return;  // its O lacks the other half's
@@ -314,7 +300,7 @@ struct WorkGroup {
     for (int m = 0; m < kKeySteps<kK>; ++m) wgmma<kType, kChunkRows>(O, rounded.S[m], q.along_rows(0, m), m > 0);
     wgmma_commit();
     wgmma_wait<1>(X);
-    if constexpr (Shape::kHalves) exchange_X(X);
+    if constexpr (Shape::kHalves) exchange_halves(s.halves, group, kWarpSize * warp + lane, X);
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) {
       if (m + kAhead < kTokenSteps) values.load_numbers(m + kAhead, token, lane);
@@ -327,7 +313,7 @@ struct WorkGroup {
     if (leaves) give_away();  // the fence waits for writes
     scale_state(turn, S);
     wgmma_wait<1>(O);
-    if constexpr (Shape::kHalves) hand_O(O);
+    if constexpr (Shape::kHalves) hand_half(s.halves, group, kWarpSize * warp + lane, O);
     arrive(s.of_early.free[turn.early.at]);
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) on_write[n] = token_pair(token, kOnWrite, n, lane);

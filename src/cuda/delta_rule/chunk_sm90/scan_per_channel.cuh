@@ -81,20 +81,6 @@ struct ChannelStateGroup {
   // O of the second half goes to the first, which alone has outputs.
   __device__ __forceinline__ bool has_outputs() const { return half() == 0; }
 
-  // X of both halves to both, and O to the first, as in scan.cuh.
-  __device__ __forceinline__ void exchange_X(TokenSums& X) const {
-    const int thread = kWarpSize * own.warp + own.lane;
-    put_sums(X, thread, s.halves[half()]);
-    named_barrier<1>(2 * kGroupThreads);
-    add_sums(s.halves[1 - half()], thread, X);
-  }
-  __device__ __forceinline__ void hand_O(TokenSums& O) const {
-    const int thread = kWarpSize * own.warp + own.lane;
-    if (!has_outputs()) put_sums(O, thread, s.halves[0]);
-    named_barrier<2>(2 * kGroupThreads);
-    if (has_outputs()) add_sums(s.halves[0], thread, O);
-  }
-
   // S^T before a chunk and o^T of the one before it to shared memory, whose tiles are free, from where they are stored once
   // they are announced.
   __device__ __forceinline__ void put_state(const Fragments<kKeySteps<kK>>& S) const {
@@ -238,7 +224,7 @@ struct ChannelStateGroup {
       wgmma_commit();
       wgmma_wait<1>(X);
     }
-    if constexpr (kHalves) exchange_X(X);
+    if constexpr (kHalves) exchange_halves(s.halves, half(), kWarpSize * own.warp + own.lane, X);
     Fragments<kTokenSteps> bD;
 #pragma unroll
     for (int m = 0; m < kTokenSteps; ++m) values.template correct<kType>(m, X, bD[m]);
@@ -257,7 +243,7 @@ struct ChannelStateGroup {
     } else {
       wgmma_wait<0>(X, O);
     }
-    if constexpr (kHalves) hand_O(O);
+    if constexpr (kHalves) hand_half(s.halves, half(), kWarpSize * own.warp + own.lane, O);
     release(s.of_solve.free[at], own.lane);
   }
 

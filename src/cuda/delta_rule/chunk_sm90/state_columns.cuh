@@ -100,6 +100,20 @@ __device__ __forceinline__ void take_sums(const HandedSums& from, int thread, To
   }
 }
 
+// Where two warpgroups have half of the channels each: X of both to both, the same bits, for a + b is b + a.
+__device__ __forceinline__ void exchange_halves(HandedSums (&halves)[2], int half, int thread, TokenSums& X) {
+  put_sums(X, thread, halves[half]);
+  named_barrier<1>(2 * kGroupThreads);
+  add_sums(halves[1 - half], thread, X);
+}
+// O of the second half to the first, through the place that the first half's X had: this thread has read it. The barrier
+// also tells the second that the first has read its X.
+__device__ __forceinline__ void hand_half(HandedSums (&halves)[2], int half, int thread, TokenSums& O) {
+  if (half == 1) put_sums(O, thread, halves[0]);
+  named_barrier<2>(2 * kGroupThreads);
+  if (half == 0) add_sums(halves[0], thread, O);
+}
+
 // The two numbers, one after the other, that belong to the columns of C tile n of a lane.
 __device__ __forceinline__ float2 column_pair(const float* numbers, int n, int lane) {
   return *reinterpret_cast<const float2*>(numbers + 8 * n + 2 * (lane % 4));
